@@ -1,4 +1,4 @@
-"""The technologies under the channels, called directly and as fast as they go: what `pdx.bench.channels` compares with.
+"""Technologies under channels, called directly and as fast as they go: what `pdx.bench.channels` compares with.
 
 Each has a receiver (`listen`, `take`) in one process and a sender (`connect`, `send`) in another. Nobody checks a
 bound, keeps a session or survives an error here.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import itertools
 import mmap
 import os
 import re
-import select
 import socket
 import struct
 import sys
@@ -24,16 +22,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy
 
 from pdx.transports.channel import Memory
 
 Begun = TypeVar("Begun")
-Posted = tuple[Any, Any]  # a request of UCXX, and its buffer
 NIXL_DELAY_US = 1000
-IDLE_ROUNDS = 200  # of progress without any, some 30 microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +119,6 @@ class RawShm(Raw):
             self._copy(flow, 0, 1)
         else:
             list(self._pool.map(lambda thread: self._copy(flow, thread, threads), range(threads)))
-
-    def copy_alone(self, flow: Flow) -> None:
-        self._copy(flow, 0, 1)
 
     def _copy(self, flow: Flow, start: int, step: int) -> None:
         source, target, copy = self.memory.address, self._target.memory.address, ctypes.memmove
@@ -245,112 +238,4 @@ class RawNixl(Raw):
             del self.agent
 
 
-class RawUcx(Raw):
-    """Tagged messages, received straight to their places. One in flight: each is answered with a byte. Many: the answer
-    comes behind the last. Both ends spin for a moment before they sleep: on two cores that others use as well, two that
-    only spin keep each other from running."""
-
-    scheme = "ucx"
-    _HEAD = struct.Struct("!QQQQ")
-    _ADDRESS, _FLOW, _DATA, _ANSWER = range(1, 5)
-
-    def _start(self) -> None:
-        before = dict(os.environ)
-        self._library = library = importlib.import_module("ucxx._lib.libucxx")
-        for name in os.environ.keys() - before.keys():  # ucxx sets some, which would change NIXL's UCX
-            del os.environ[name]
-        self._array = importlib.import_module("ucxx._lib.arr").Array
-        self._context = library.UCXContext({}, feature_flags=(library.Feature.TAG, library.Feature.WAKEUP))
-        self._worker = library.UCXWorker(self._context)
-        self._worker.init_blocking_progress_mode()
-        self._poll = select.poll()
-        self._poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
-        self._tags = [library.UCXXTag(tag) for tag in range(5)]
-        self._endpoint: Any = None
-        self._small = bytearray(1)
-
-    def _connect(self, address: bytes) -> None:
-        remote = self._library.UCXAddress.create_from_buffer(address)
-        self._endpoint = self._library.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
-
-    def _send(self, buffer: Any, tag: int) -> Posted:
-        return self._endpoint.tag_send(self._array(buffer), self._tags[tag]), buffer
-
-    def _receive(self, buffer: Any, tag: int) -> Posted:
-        return self._endpoint.tag_recv(self._array(buffer), self._tags[tag]), buffer
-
-    def _wait(self, posted: Posted) -> None:
-        """The buffer is with the request because UCXX does not keep it."""
-        request, _ = posted
-        idle = 0
-        while not request.completed:
-            idle = 0 if self._worker.progress_once() else idle + 1
-            if idle == IDLE_ROUNDS:
-                idle = 0
-                if self._worker.arm():
-                    self._poll.poll()
-        request.check_error()
-
-    def listen(self) -> bytes:
-        self._start()
-        self._stop = os.eventfd(0)
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-        return bytes(self._worker.address.tobytes())
-
-    def _serve(self) -> None:
-        poll = select.poll()
-        poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
-        poll.register(self._stop, select.POLLIN)
-        while not any(fd == self._stop for fd, _ in poll.poll(0)):
-            while self._worker.progress_once():
-                pass
-            found = self._worker.tag_probe(
-                self._tags[self._ADDRESS if self._endpoint is None else self._FLOW], remove=True
-            )
-            if not found:
-                if self._worker.arm():
-                    poll.poll()
-                continue
-            buffer = bytearray(found.length)
-            self._wait((self._worker.tag_recv_with_handle(self._array(buffer), found), buffer))
-            if self._endpoint is None:
-                self._connect(bytes(buffer))
-            else:
-                self._receive_flow(Flow(*self._HEAD.unpack(buffer)))
-
-    def _receive_flow(self, flow: Flow) -> None:
-        self._exchange(flow, self._receive, self._send)
-
-    def _exchange(self, flow: Flow, move: Callable[[Any, int], Posted], answer: Callable[[Any, int], Posted]) -> None:
-        def begin(offset: int) -> Posted:
-            return move(self.memory.view[offset : offset + flow.nbytes], self._DATA)
-
-        def finish(posted: Posted) -> None:
-            self._wait(posted)
-            if flow.depth == 1:
-                self._wait(answer(self._small, self._ANSWER))
-
-        flow.carry_out(self.memory.nbytes, begin, finish)
-        if flow.depth > 1:
-            self._wait(answer(self._small, self._ANSWER))
-
-    def connect(self, detail: bytes) -> None:
-        self._start()
-        self._connect(detail)
-        self._wait(self._send(bytearray(self._worker.address.tobytes()), self._ADDRESS))
-
-    def send(self, flow: Flow) -> None:
-        self._wait(self._send(bytearray(self._HEAD.pack(flow.first, flow.nbytes, flow.count, flow.depth)), self._FLOW))
-        self._exchange(flow, self._send, self._receive)
-
-    def close(self) -> None:
-        if hasattr(self, "_thread"):
-            os.eventfd_write(self._stop, 1)
-            self._thread.join()
-            os.close(self._stop)
-        if self._endpoint is not None:
-            self._endpoint.close_blocking()
-
-
-RAW: dict[str, type[Raw]] = {raw.scheme: raw for raw in (RawShm, RawTcp, RawNixl, RawUcx)}
+RAW: dict[str, type[Raw]] = {raw.scheme: raw for raw in (RawShm, RawTcp, RawNixl)}

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import json
 import os
-import re
 import secrets
 import signal
 import sys
@@ -24,10 +23,11 @@ from typing import Any, NoReturn
 
 from pdx.bench.demo.outcome import AUTO, Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import WORKLOADS, Request, Workload
-from pdx.bench.harness import tiny_llama, web
+from pdx.bench.harness import tiny_llama
 from pdx.bench.harness.ask import Answer, AskFailed, ask, at_once, session
 from pdx.bench.harness.real_models import smollm2
 from pdx.bench.harness.report import SCRATCH, console, replace_file
+from pdx.bench.systems import engine_metrics
 from pdx.bench.systems.baselines import Plain
 from pdx.bench.systems.pdx import PdxRunning, PdxSystem
 from pdx.bench.systems.system import VLLM, Bed
@@ -44,8 +44,6 @@ ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USA
 SHARED_GPU = ("--gpu-memory-utilization", "0.3")  # where there is a GPU, two engines may have to share it
 TRIAL_BYTES, TRIAL_S = 4 << 20, 30.0  # one transfer before everything else, so that a missing library is said at once
 SETTLE_S = 5.0  # nodes report moments every second
-COMPUTED = re.compile(rb'^vllm:prompt_tokens_by_source_total\{.*source="local_compute".*\} (\S+)$', re.MULTILINE)
-PROMPTS = re.compile(rb"^vllm:prompt_tokens_total\{.*\} (\S+)$", re.MULTILINE)
 STARTED_AT = time.monotonic()
 
 
@@ -148,16 +146,15 @@ def run_round(
 ) -> list[Row]:
     """Send `requests` together, and see what the decoder computed for them."""
 
-    def counters() -> tuple[float, float]:
-        """Prompt tokens that the decoder has computed, and all its prompt tokens."""
-        page = web.get(f"{running.decode_url}/metrics")
-        return sum(map(float, COMPUTED.findall(page))), sum(map(float, PROMPTS.findall(page)))
+    before = engine_metrics.read(running.decode_url)
 
-    computed, prompts = counters()
+    def counted() -> engine_metrics.Found:
+        return engine_metrics.read(running.decode_url).since(before).found
+
     found = ask_at_once(running.url, requests)
     total = sum(answer.prompt_tokens for answer in found)
-    came_true(lambda: counters()[1] - prompts >= total, SETTLE_S, pause_s=0.1)
-    recomputed = (counters()[0] - computed) / len(requests)
+    came_true(lambda: counted().prompt >= total, SETTLE_S, pause_s=0.1)
+    recomputed = counted().computed / len(requests)
     rows = []
     for request, answer in zip(requests, found, strict=True):
         if request.question:

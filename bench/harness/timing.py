@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +95,3 @@ class CpuClock:
     def seconds(self) -> float:
         """:raises OSError: the process is gone."""
         return time.clock_gettime(self._clock)
-
-
-def machine_seconds() -> float:
-    """What all processors of the machine have been busy since it started, for whomever."""
-    user, nice, system, _, _, *others = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-    return sum(map(int, (user, nice, system, *others))) / os.sysconf("SC_CLK_TCK")

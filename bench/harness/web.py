@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 
 from aiohttp import web
 
@@ -33,16 +34,18 @@ def known(url: str) -> bytes | None:
         raise
 
 
-async def serve_until_stopped(app: web.Application, host: str, port: int, *, shutdown_s: float) -> None:
-    """Until SIGINT or SIGTERM; then requests under way have `shutdown_s`.
+async def serve_until_stopped(apps: Mapping[int, web.Application], *, shutdown_s: float) -> None:
+    """Each on its port of this host, until SIGINT or SIGTERM; then requests under way have `shutdown_s`.
 
-    :raises ConfigError: the address cannot be had.
+    :raises ConfigError: a port cannot be had.
     """
-    server = Server(app, Env(), shutdown_s=shutdown_s)
+    servers = {port: Server(app, Env(), shutdown_s=shutdown_s) for port, app in apps.items()}
     stop = asyncio.Event()
     when_signalled(stop.set)
     try:
-        await server.start(endpoint(host, port))
+        for port, server in servers.items():
+            await server.start(endpoint("127.0.0.1", port))
         await stop.wait()
     finally:
-        await server.close()
+        for server in servers.values():
+            await server.close()

@@ -10,22 +10,20 @@ import msgspec
 
 from pdx.bench.plan.fleet import (
     Link,
-    MixedSteps,
     Service,
     Slo,
     Workload,
     disaggregated,
-    max_batch,
     mixed,
-    prefill_line,
     transfer,
 )
 from pdx.bench.plan.machines import INF, Engine
-from pdx.bench.plan.transfer import Crossover, crossover, load_s
-from pdx.bench.plan.units import show_bytes, show_time
+from pdx.bench.plan.transfer import Crossover, load_s, loads_from
+from pdx.bench.plan.units import show_time
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 MOST = 1024  # engines of one kind
+QUIET = 1e-9  # requests per second: none waits for another
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,49 +72,12 @@ def best_mixed(case: Case, engines: int) -> Service | None:
 
 
 def never(case: Case) -> list[str]:
-    """Why no number of prefillers and decoders keeps the SLO; empty: some number does."""
-    engine, work, slo = case.engine, case.work, case.slo
-    found = []
-    quiet = case.at(1e-9)
-    alone = quiet.split(1, 1)
-    line = prefill_line(engine, quiet.work, 1)
-    if alone.ttft_high_s > slo.ttft_s:
-        found.append(
-            f"TTFT: without any queue a prompt takes {show_time(alone.ttft_high_s)} at p{slo.share * 100:g}, "
-            f"{show_time(line.service_s)} of it prefill on average; the SLO is {show_time(slo.ttft_s)}. "
-            "Faster or more GPUs per engine (--tp), or reuse (--reuse), would help; more engines would not"
-        )
-    step_s = engine.step_s(1, work.context)
-    if step_s > slo.itl_s:
-        read = engine.shapes.touched_params(1) * engine.shapes.weight_bytes
-        found.append(
-            f"ITL: one request alone takes {show_time(step_s)} per token, because each step reads {show_bytes(read)} "
-            f"of weights; the SLO is {show_time(slo.itl_s)}. More GPUs per engine (--tp) or smaller weights would help"
-        )
-    elif alone.itl_high_s > slo.itl_s:
-        found.append(
-            f"ITL: with {work.output_tokens} tokens of output the handoff is one of too few gaps between tokens to be "
-            f"left out of p{slo.share * 100:g}: {show_time(alone.itl_high_s)}; the SLO is {show_time(slo.itl_s)}"
-        )
-    if max_batch(engine, work) < 1:
-        found.append("memory: the KV of one request does not fit beside the weights")
-    return found
+    """Why no number of prefillers and decoders keeps the SLO: what one of each misses that gets hardly any request."""
+    return _missed(case.at(QUIET).split(1, 1))
 
 
-def never_mixed(case: Case) -> str:
-    """What keeps mixed engines from the SLO at any number."""
-    work, slo, engine = case.work, case.slo, case.engine
-    quiet = case.at(1e-9)
-    fitting = []
-    for chunk in CHUNKS:
-        step_s = MixedSteps(engine, work, 0.0, chunk).at(1).with_chunk_s
-        ttft_s = quiet.mixed(1, chunk).ttft_high_s
-        fitting.append((chunk, step_s, ttft_s))
-    chunk, step_s, ttft_s = min(fitting, key=lambda row: max(row[1] / slo.itl_s, row[2] / slo.ttft_s))
-    return (
-        f"on mixed engines prompts interrupt decoding: the best chunk size, {chunk:,} tokens, makes a step "
-        f"{show_time(step_s)} long and a lone prompt's TTFT {show_time(ttft_s)}"
-    )
+def _missed(service: Service) -> list[str]:
+    return [limit.text for limit in service.limits]
 
 
 def _is_kept(case: Case, chunk: int, engines: int) -> bool:
@@ -225,7 +186,7 @@ def make(
         same_split=same_split,
         same_mixed=same_mixed,
         hiding=[_hiding(case, tokens) for tokens in LENGTHS],
-        crossovers=[crossover(case.engine.prefill_s, token_bytes, speed) for speed in links],
+        crossovers=[Crossover(speed, loads_from(case.engine.prefill_s, token_bytes, speed)) for speed in links],
         loading=[
             Loading(tokens, case.engine.prefill_s(tokens), [load_s(tokens, token_bytes, speed) for speed in links])
             for tokens in LENGTHS
@@ -240,13 +201,13 @@ def judge(
     reasons = _remarks(case, same_split, same_mixed)
     if split and not split.is_kept:
         headline = f"No: {split.prefillers} prefill and {split.decoders} decode engines do not keep the SLO."
-        return Verdict("no", headline, [limit.text for limit in split.limits] + reasons)
+        return Verdict("no", headline, _missed(split) + reasons)
     if split is None and mixed is None:
         return Verdict("impossible", "Nothing keeps this SLO on this hardware.", never(case))
     if mixed is None:
         assert split is not None
         headline = f"Yes: {_gpus(split)} the SLO disaggregated; mixed engines do not, whatever their number."
-        return Verdict("yes", headline, [never_mixed(case), *reasons])
+        return Verdict("yes", headline, reasons)
     if split is None:
         headline = f"No: {_gpus(mixed)} the SLO without disaggregation; with it none do."
         return Verdict("no", headline, never(case))

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from pdx.bench.plan.fleet import Service
 from pdx.bench.plan.model import Plan
-from pdx.bench.plan.transfer import LONGEST, Crossover
+from pdx.bench.plan.transfer import LONGEST
 from pdx.bench.plan.units import show_bytes, show_rate, show_time
 
 # Of a mean request, in their order.
@@ -122,15 +122,11 @@ def crossovers(plan: Plan) -> Table:
         rows = [row for row in plan.loading if row.tokens in lengths]
         ratios = [f"{row.load_s[number] / row.prefill_s:.2f}" for row in rows]
         gbps = f"{found.bytes_s * 8 / 1e9:,.4g} Gbps"
-        table.add_row(gbps, _when(found), *ratios)
+        table.add_row(gbps, _when(found.load_from), *ratios)
     return table
 
 
-def _when(found: Crossover) -> str:
-    load_from, turns = found.load_from, found.turns
-    if load_from == 1:
-        return "always"
-    short = f", and below {turns[0]:,}" if len(turns) > (load_from is not None) else ""
+def _when(load_from: int | None) -> str:
     if load_from is None:
-        return f"not up to {LONGEST:,} tokens" if not turns else f"only below {turns[0]:,} tokens"
-    return f"from {load_from:,} tokens on{short}"
+        return f"not up to {LONGEST:,} tokens"
+    return "always" if load_from == 1 else f"from {load_from:,} tokens on"

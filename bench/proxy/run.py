@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,8 @@ import aiohttp
 from pdx.bench.harness import interrupts
 from pdx.bench.harness.ask import Answer, AskFailed, ask, at_once, completion, session
 from pdx.bench.harness.commands import Step
-from pdx.bench.harness.report import Figure, at_most, plain, significant
-from pdx.bench.harness.timing import CpuClock, Spread, machine_seconds, spread_ms
+from pdx.bench.harness.report import Figure, at_most, plain
+from pdx.bench.harness.timing import CpuClock, Spread, spread_ms
 from pdx.bench.proxy.stage import Front, Stage
 from pdx.bench.proxy.stand_in_engine import MODEL, Pace
 
@@ -29,7 +28,6 @@ MODES = (FORWARD, SAMPLED)
 DIRECT, PROXY, EXAMPLE = "direct", "proxy", "example"
 TURNS = 8  # of each way, so that what comes and goes on the machine falls on all of them
 REQUEST_MS, EVENT_US, OF_EXAMPLE = 1.5, 60.0, 0.5  # goals: CPU of the proxy, or so much of the example's
-BUSY = 0.9  # of the machine's cores: from here on it is full
 AT_ONCE = Pace(0.0, 0.0)
 PATHS = {FORWARD: "/v1/completions", SAMPLED: "/v1/chat/completions"}  # what the modes are for
 
@@ -57,18 +55,8 @@ class Way:
     ttft: Spread
     itl: Spread
     requests_per_s: float
-    client_cores: float  # CPU time of the process that asks, in cores
-    proxy_cores: float
-    engine_cores: float
-    machine_cores: float  # of all processes on it
-    cpu_ms: float  # of the proxy, per request
+    cpu_ms: float  # of the proxy, per request; 0: there is none
     exposed: Spread | None  # from the prefill leg's end to the first token; None: not known
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the machine had nothing left."""
-        ours = self.client_cores + self.proxy_cores + self.engine_cores
-        return ours > BUSY * len(os.sched_getaffinity(0)) or self.machine_cores > BUSY * (os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +75,6 @@ class Row:
     added_ttft_p99_ms: float
     added_itl_p50_ms: float
     added_itl_p99_ms: float
-    is_machine_full: bool
 
 
 def measure(stage: Stage, case: Case, *, is_saturated: bool = False) -> Row:
@@ -108,24 +95,25 @@ class _Load:
         self._text = "".join(random.Random(0).choices("abcdefgh ", k=2 * case.prompt_tokens))
         self._fronts = {DIRECT: None, PROXY: stage.proxy} | ({EXAMPLE: stage.example} if stage.example else {})
         self._answers: dict[str, list[Answer]] = {way: [] for way in self._fronts}
-        self._spent = {way: _Spent() for way in self._fronts}
+        self._took_s = dict.fromkeys(self._fronts, 0.0)
+        self._cpu_s = dict.fromkeys(self._fronts, 0.0)  # of the proxy
         self._ended: dict[str, float] = {}  # by request id, when its prefill leg ended
 
     async def run(self, pace: Pace) -> Row:
         stage, case = self._stage, self._case
         async with session() as http:
-            for url in (stage.prefill_url, stage.decode_url):
-                async with http.post(f"{url}/pace", json=asdict(pace)) as response:
-                    assert response.status == 200
+            async with http.post(f"{stage.decode_url}/pace", json=asdict(pace), raise_for_status=True):
+                pass
             for front in self._fronts.values():  # code is warm; each request comes on a connection of its own
                 await self._block(http, front, min(case.concurrency, case.in_block))
             for turn in range(TURNS):
                 ways = list(self._fronts.items())
                 for way, front in ways if turn % 2 else reversed(ways):
-                    before = _Spent.now(stage, front)
+                    since, cpu_s = time.monotonic(), _cpu_s(front)
                     self._answers[way] += await self._block(http, front, case.in_block)
-                    self._spent[way].add(before, _Spent.now(stage, front))
-            async with http.get(f"{stage.prefill_url}/ended", raise_for_status=True) as response:
+                    self._took_s[way] += time.monotonic() - since
+                    self._cpu_s[way] += _cpu_s(front) - cpu_s
+            async with http.get(f"{stage.decode_url}/ended", raise_for_status=True) as response:
                 self._ended = await response.json()
             await self._check(http)
         return self._row()
@@ -181,7 +169,13 @@ class _Load:
         answers = self._answers[way]
         has_legs = way not in (DIRECT, EXAMPLE)  # the example's have names of their own
         exposed = spread_ms([self._exposed_ms(answer) for answer in answers]) if has_legs else None
-        return self._spent[way].way(answers, exposed)
+        return Way(
+            ttft=spread_ms([answer.ttft_ms for answer in answers]),
+            itl=spread_ms([gap for answer in answers for gap in answer.itl_ms]),
+            requests_per_s=round(len(answers) / self._took_s[way], 2),
+            cpu_ms=round(self._cpu_s[way] * 1e3 / len(answers), 4),
+            exposed=exposed,
+        )
 
     def _row(self) -> Row:
         case = self._case
@@ -196,49 +190,12 @@ class _Load:
             added_ttft_p99_ms=round(proxy.ttft.p99_ms - direct.ttft.p99_ms, 3),
             added_itl_p50_ms=round(proxy.itl.p50_ms - direct.itl.p50_ms, 3),
             added_itl_p99_ms=round(proxy.itl.p99_ms - direct.itl.p99_ms, 3),
-            is_machine_full=any(way.is_full for way in ways.values()),
         )
 
 
-@dataclass(slots=True)
-class _Spent:
-    """Seconds: on the clock, and of CPU time."""
-
-    wall_s: float = 0.0
-    client_s: float = 0.0
-    proxy_s: float = 0.0
-    engine_s: float = 0.0
-    machine_s: float = 0.0
-
-    @classmethod
-    def now(cls, stage: Stage, front: Front | None) -> _Spent:
-        """Of all up to now. `front`: the proxy, if there is one on the way."""
-        proxy = 0.0 if front is None else CpuClock(front.pid).seconds()
-        engines = sum(CpuClock(pid).seconds() for pid in stage.engine_pids)
-        return cls(time.monotonic(), time.process_time(), proxy, engines, machine_seconds())
-
-    def add(self, before: _Spent, after: _Spent) -> None:
-        """What was spent between the two."""
-        for each in fields(self):
-            spent = getattr(after, each.name) - getattr(before, each.name)
-            setattr(self, each.name, getattr(self, each.name) + spent)
-
-    def way(self, answers: Sequence[Answer], exposed: Spread | None = None) -> Way:
-        """Of the requests that were answered meanwhile."""
-        gaps = [gap for answer in answers for gap in answer.itl_ms]
-        spent = (self.client_s, self.proxy_s, self.engine_s, self.machine_s)
-        cores = [significant(each / self.wall_s) for each in spent]
-        return Way(
-            ttft=spread_ms([answer.ttft_ms for answer in answers]),
-            itl=spread_ms(gaps),
-            requests_per_s=round(len(answers) / self.wall_s, 2),
-            client_cores=cores[0],
-            proxy_cores=cores[1],
-            engine_cores=cores[2],
-            machine_cores=cores[3],
-            cpu_ms=round(self.proxy_s * 1e3 / len(answers), 4),
-            exposed=exposed,
-        )
+def _cpu_s(front: Front | None) -> float:
+    """Of a proxy so far; 0: there is none on the way."""
+    return 0.0 if front is None else CpuClock(front.pid).seconds()
 
 
 def steps_of(
@@ -283,17 +240,16 @@ def steps_of(
 
 def figures(row: Row) -> list[Figure]:
     """What the proxy adds at the engines' pace."""
-    name, note = words(row), "the machine was full: latencies are its" if row.is_machine_full else ""
-    exposed = row.proxy.exposed
+    name, exposed = words(row), row.proxy.exposed
     assert exposed is not None
     directly = f"{row.proxy.ttft.p50_ms:.2f}, directly {row.direct.ttft.p50_ms:.2f}"
     return [
-        plain(f"{name}: added TTFT, p50", row.added_ttft_p50_ms, "ms", note or directly),
-        plain(f"{name}: added TTFT, p99", row.added_ttft_p99_ms, "ms", note),
-        plain(f"{name}: exposed, prefill's end → first token, p50", exposed.p50_ms, "ms", note),
-        plain(f"{name}: exposed, prefill's end → first token, p99", exposed.p99_ms, "ms", note),
-        plain(f"{name}: added inter-token latency, p50", row.added_itl_p50_ms, "ms", note),
-        plain(f"{name}: added inter-token latency, p99", row.added_itl_p99_ms, "ms", note),
+        plain(f"{name}: added TTFT, p50", row.added_ttft_p50_ms, "ms", directly),
+        plain(f"{name}: added TTFT, p99", row.added_ttft_p99_ms, "ms"),
+        plain(f"{name}: exposed, prefill's end → first token, p50", exposed.p50_ms, "ms"),
+        plain(f"{name}: exposed, prefill's end → first token, p99", exposed.p99_ms, "ms"),
+        plain(f"{name}: added inter-token latency, p50", row.added_itl_p50_ms, "ms"),
+        plain(f"{name}: added inter-token latency, p99", row.added_itl_p99_ms, "ms"),
         plain(f"{name}: CPU of the proxy per request", row.proxy.cpu_ms, "ms"),
     ]
 
@@ -301,7 +257,7 @@ def figures(row: Row) -> list[Figure]:
 def saturated_figures(row: Row) -> list[Figure]:
     """Requests per second of engines that answer at once."""
     name = f"{words(row)}, saturated"
-    note = f"directly {row.direct.requests_per_s:,.1f}; the proxy was busy with {row.proxy.proxy_cores:.2f} cores"
+    note = f"directly {row.direct.requests_per_s:,.1f}"
     return [
         plain(f"{name}: requests", row.proxy.requests_per_s, "1/s", note),
         plain(f"{name}: CPU of the proxy per request", row.proxy.cpu_ms, "ms"),

@@ -1,26 +1,21 @@
-"""A stand-in for an engine: it answers in vLLM's protocol at a fixed pace, and computes nothing.
+"""Stand-ins for engines: they answer in vLLM's protocol at a fixed pace, and compute nothing.
 
-    python -m pdx.bench.proxy.stand_in_engine --port PORT [--first-ms MS] [--pace-ms MS] [--intake-ms MS]
+    python -m pdx.bench.proxy.stand_in_engine --port PORT --port PORT [--first-ms MS] [--pace-ms MS] [--intake-ms MS]
 
 Every request gets its first token after `first_ms` and each further one `pace_ms` later, however many requests there
 are. A decode leg waits for its prompt's KV, which is there when the prefill leg ends, and it needs `intake_ms` to read
 a prompt that is text; then it starts as an engine does that goes on with a request. `POST /pace` changes these times.
-KV is a transfer's id in a datagram: from the prefill stand-in's `--kv-to` to the decode stand-in's `--kv-from`.
-`GET /ended` tells when prefill legs ended, by request id, and forgets them.
+`GET /ended` tells when prefill legs ended, by request id, and forgets them. All ports are of one process.
 
 Two bytes of a prompt are one token. A token's text follows from the number of tokens before it alone, so that what
-comes through a proxy can be compared with what comes straight from here. Each event of a stream says when it was sent,
-on the monotonic clock: how long it took to a client on this machine does not depend on the pace of this process.
+comes through a proxy can be compared with what comes straight from here.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
-import socket
 import time
 import uuid
 from array import array
@@ -52,31 +47,12 @@ class Pace:
     intake_ms: float = 0.0  # of a decode leg whose prompt is text: template, tokens, scheduling
 
 
-class _Arrivals(asyncio.DatagramProtocol):
-    """The transfers whose KV has come."""
-
-    def __init__(self) -> None:
-        self._events: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-
-    def datagram_received(self, data: bytes, addr: Any) -> None:
-        self.note(data.decode())
-
-    def note(self, transfer: str) -> None:
-        self._events[transfer].set()
-
-    async def wait(self, transfer: str) -> None:
-        await self._events[transfer].wait()
-
-
 class StandInEngine:
-    """The server's routes. All of it runs on one event loop."""
+    """The routes of all engines, of which each is an `app`. All of it runs on one event loop."""
 
-    def __init__(self, pace: Pace, *, kv_from: str = "", kv_to: str = "") -> None:
-        """`kv_from`, `kv_to`: paths of Unix sockets; empty: prefill legs' KV stays in this engine."""
+    def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._kv_from = kv_from
-        self._kv_to = kv_to
-        self._arrivals = _Arrivals()
+        self._arrivals: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # of KV, by transfer
         self._ended: dict[str, float] = {}  # by request id, when a prefill leg had its token
 
     def app(self) -> web.Application:
@@ -87,22 +63,7 @@ class StandInEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ended", self._tell_ended)
-        app.cleanup_ctx.append(self._linked)
         return app
-
-    async def _linked(self, _app: web.Application) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as self._link:  # blocks where the reader is behind
-            transport = None
-            if self._kv_from:
-                transport, _ = await loop.create_datagram_endpoint(
-                    lambda: self._arrivals, local_addr=self._kv_from, family=socket.AF_UNIX
-                )
-            yield
-            if transport is not None:
-                transport.close()
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._kv_from)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response()
@@ -151,14 +112,8 @@ class StandInEngine:
             # A decode engine's first step takes longer than this answer, a stand-in's no time: its KV comes last.
             await response.prepare(request)
             await response.write_eof()
-            self._push(params["transfer_id"])
+            self._arrivals[params["transfer_id"]].set()
         return response
-
-    def _push(self, transfer: str) -> None:
-        if self._kv_to:
-            self._link.sendto(transfer.encode(), self._kv_to)
-        else:
-            self._arrivals.note(transfer)
 
     async def _each_token(
         self, came_at: float, params: dict[str, Any], prompt_tokens: int, *, is_text: bool
@@ -167,7 +122,7 @@ class StandInEngine:
         if params.get("do_remote_prefill"):
             try:
                 async with asyncio.timeout(KV_WAIT_S):
-                    await self._arrivals.wait(params["transfer_id"])
+                    await self._arrivals[params["transfer_id"]].wait()
             except TimeoutError:
                 params, came_at = {}, time.monotonic()
         for due in self._moments(came_at, params, prompt_tokens, is_text=is_text, arrived_at=time.monotonic()):
@@ -248,7 +203,7 @@ async def _stream(
             "finish_reason": "length" if number == limit - 1 else None,
             "stop_reason": None,
         }
-        await response.write(_event({**head, "choices": [choice], "sent_at": time.monotonic()}))
+        await response.write(_event({**head, "choices": [choice]}))
     if (body.get("stream_options") or {}).get("include_usage"):
         await response.write(_event({**head, "choices": [], "usage": _usage(prompt, limit)}))
     await response.write(b"data: [DONE]\n\n")
@@ -269,16 +224,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m pdx.bench.proxy.stand_in_engine", description="Answers in vLLM's protocol at a fixed pace."
     )
-    parser.add_argument("--port", type=int, required=True, help="on 127.0.0.1")
+    parser.add_argument("--port", type=int, action="append", required=True, help="on 127.0.0.1; repeatable")
     parser.add_argument("--first-ms", type=float, default=20.0, help="from a request to its first token")
     parser.add_argument("--pace-ms", type=float, default=5.0, help="from each token to the next")
     parser.add_argument("--intake-ms", type=float, default=0.0, help="a decode leg's time to read a prompt of text")
-    parser.add_argument("--kv-from", default="", metavar="PATH", help="a Unix socket, for the KV of decode legs")
-    parser.add_argument("--kv-to", default="", metavar="PATH", help="the same socket, for the KV of prefill legs")
     arguments = parser.parse_args()
-    pace = Pace(arguments.first_ms, arguments.pace_ms, arguments.intake_ms)
-    engine = StandInEngine(pace, kv_from=arguments.kv_from, kv_to=arguments.kv_to)
-    asyncio.run(serve_until_stopped(engine.app(), "127.0.0.1", arguments.port, shutdown_s=SHUTDOWN_S))
+    engine = StandInEngine(Pace(arguments.first_ms, arguments.pace_ms, arguments.intake_ms))
+    apps = {port: engine.app() for port in arguments.port}
+    asyncio.run(serve_until_stopped(apps, shutdown_s=SHUTDOWN_S))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run says: throughput at equal TTFT, hits by source, times, processor time and bytes. Arithmetic only.
+"""What a run says: throughput at equal TTFT, hits by source, and times. Arithmetic only.
 
 Ratios are taken inside a repeat, because the speed of a shared machine drifts, and given as the median over repeats.
 """
@@ -97,7 +97,7 @@ def reference(points: Sequence[Point]) -> str:
 def figures(result: Result) -> list[Figure]:
     found: list[Figure] = []
     for workload in result.settings["workloads"]:
-        found += [*_at_targets(result, workload), *_times(result, workload), *_costs(result, workload)]
+        found += [*_at_targets(result, workload), *_times(result, workload), *_sources(result, workload)]
     return [*found, *_checks(result)]
 
 
@@ -180,27 +180,15 @@ def _times(result: Result, workload: str) -> Iterator[Figure]:
                 yield from _ratio(f"{workload}, {titled(KNOWN)}: TTFT p50, {other} / {ours}", *times)
 
 
-def _costs(result: Result, workload: str) -> Iterator[Figure]:
+def _sources(result: Result, workload: str) -> Iterator[Figure]:
     for system in systems_of(result):
         points = [p for p in result.points if (p.system, p.workload) == (system, workload) and p.load not in ALONE]
         if not points:
             continue
-        requests = sum(len(point.asked) for point in points)
         prompt = sum(point.found.prompt for point in points)
         for source in ("local", "external", "computed"):
             share = sum(getattr(point.found, source) for point in points) / prompt
             yield plain(f"{workload}, {system}: tokens of prompts {SHARES[source]}", share, "")
-        used = sum(sum(point.cpu_s.values()) for point in points)
-        parts = ", ".join(
-            f"{name} {sum(point.cpu_s.get(name, 0.0) for point in points) / requests:.2f}" for name in points[0].cpu_s
-        )
-        yield plain(f"{workload}, {system}: processor time", used / requests, "s/request", parts)
-        kv_bytes = int(result.model["kv_bytes_per_token"])
-        loaded = sum(point.found.external for point in points) * kv_bytes
-        yield plain(f"{workload}, {system}: KV loaded", loaded / requests / 1e6, "MB/request")
-        lines = [point.line_bytes for point in points if point.line_bytes is not None]
-        if lines:
-            yield plain(f"{workload}, {system}: over the line", sum(lines) / requests / 1e6, "MB/request")
 
 
 SHARES = {"local": "in its own cache", "external": "by what keeps KV", "computed": "computed"}

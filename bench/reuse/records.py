@@ -1,4 +1,4 @@
-"""What `pdx bench reuse` writes: every request of every point, from which figures and pictures are made."""
+"""What `pdx bench reuse` writes: every request of every point, from which figures are made."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ class Point(msgspec.Struct, frozen=True):
     load: str
     rate: float | None  # requests per second that were offered; None: `FIRST` and `BURST`
     found: Found  # tokens of all prompts, by the asked engine's own counters
-    cpu_s: dict[str, float]  # by server
-    line_bytes: int | None  # from a store beyond this host; None: there is none
     asked: list[Asked]
 
     @property

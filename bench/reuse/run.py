@@ -82,9 +82,6 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
         with whole(asyncio.Runner()) as self._runner:
             self._carry_out(order(self._settings, list(self._plan.systems), all_at_once=self._fleet.holds_all))
 
-    def _amount(self, turn: Turn) -> float:
-        return 1.0
-
     def _has(self, system: str) -> bool:
         return any(point.system == system for point in self.result.points)
 
@@ -105,13 +102,11 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
             sessions = sessions_of(self._settings, turn, burst_per_s)
             # What a store for all hosts has was computed by another engine than the one that is asked later.
             url = running.prefill_url if is_first and turn.workload == DOCUMENTS else running.url
-            watch, cpu_s, line = engine_metrics.Watch(url), running.cpu_s(), running.line_bytes()
+            watch = engine_metrics.Watch(url)
             asked = await self._player.play(client, url, sessions, is_alone=turn.load in ALONE)
             sums = await asyncio.to_thread(watch.end, len(asked))
             if sums is None:
                 raise AskFailed(f"{url} was sent {len(asked)} requests and has counted another number: other clients?")
-            used = {name: round(value - cpu_s.get(name, 0.0), 2) for name, value in running.cpu_s().items()}
-            came = running.line_bytes()
             await asyncio.to_thread(_wait_until_stored, running)
         rate = turn.rate if turn.share is None or burst_per_s is None else turn.share * burst_per_s
         return Point(
@@ -121,8 +116,6 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
             load=turn.load,
             rate=None if turn.load in (*ALONE, BURST) else rate,
             found=sums[0].found,
-            cpu_s=used,
-            line_bytes=None if came is None or line is None else came - line,
             asked=asked,
         )
 
@@ -131,7 +124,7 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
         tokens = self._settings.longest - self._settings.output_tokens
         for round_ in range(2):
             for url in dict.fromkeys((running.prefill_url, running.url)):
-                self._watcher.now(f"warming up {url}, {round_ + 1} of 2")
+                self._watcher.note(f"warming up {url}, {round_ + 1} of 2")
                 await self._player.play(client, url, [_single("warm-up", tokens)], is_alone=True)
             await asyncio.to_thread(_wait_until_stored, running)
             with contextlib.suppress(engine_metrics.CacheNotReset):

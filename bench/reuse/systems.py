@@ -7,6 +7,7 @@ filled: what the asked engine finds there, another host has computed.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import sys
@@ -105,11 +106,15 @@ class CentralRunning(Running):
         super().__init__(servers, engines)
         self._port = port
 
-    def line_bytes(self) -> int:
-        return redis_counts(self._port)["total_net_output_bytes"]
-
     def stored_bytes(self) -> int:
-        return redis_counts(self._port)["total_net_input_bytes"]
+        """What was sent to it so far. :raises OSError: it does not answer."""
+        with socket.create_connection(("127.0.0.1", self._port), REDIS_S) as connection:
+            connection.sendall(b"INFO stats\r\nQUIT\r\n")
+            with connection.makefile("rb") as answer:
+                found = re.search(rb"total_net_input_bytes:(\d+)", answer.read())
+        if found is None:
+            raise OSError(f"Redis at port {self._port} does not say what it has got")
+        return int(found[1])
 
 
 class WithRedis(Plain):
@@ -220,21 +225,6 @@ SOURCES: Mapping[str, Source] = {
     "plain": Source.OWN,
     "own-cache": Source.OWN,
 }
-
-
-def redis_counts(port: int) -> dict[str, int]:
-    """What the Redis at this port has counted (INFO stats), as far as these are whole numbers.
-
-    :raises OSError: it does not answer.
-    """
-    with socket.create_connection(("127.0.0.1", port), REDIS_S) as connection, connection.makefile("rb") as answer:
-        connection.sendall(b"INFO stats\r\n")
-        head = answer.readline()
-        if not head.startswith(b"$"):
-            raise OSError(f"Redis at port {port} says {head!r} in place of its counters")
-        text = answer.read(int(head[1:])).decode()
-    pairs = (line.partition(":") for line in text.splitlines())
-    return {name: int(value) for name, _, value in pairs if value.isdecimal()}
 
 
 def _with(command: Command, *options: str) -> Command:

@@ -109,7 +109,7 @@ class SimulatedEngine:
         return len(self._waiting)
 
     def arrive(self, served: Served) -> None:
-        served.in_memory = self._node.leading_in_memory(served.request)
+        served.in_memory = self._node.in_memory(served.request.keys)
         self._on_event()
         self._waiting.append(served)
         if len(self._waiting) <= self._settings.early:
@@ -121,10 +121,10 @@ class SimulatedEngine:
     def _ask(self, served: Served) -> None:
         served.is_asked = True
 
-        def answered(answer: Admitted, keys: Sequence[bytes]) -> None:
+        def answered(answer: Admitted) -> None:
             self._on_event()
             served.answer = answer
-            served.origins = self._node.origins(keys)
+            served.origins = self._node.origins(served.request.keys[: answer.hits])
 
         self._node.admit(served.name, served.request, answered)
 
@@ -144,7 +144,7 @@ class SimulatedEngine:
             served = self._waiting[at]
             if served.turn_at == math.inf:  # what it finds from now on, it waits for
                 served.turn_at = self._clock.now
-                served.at_turn = self._node.leading_in_memory(served.request)
+                served.at_turn = self._node.in_memory(served.request.keys)
             if not served.is_asked:
                 self._ask(served)
             if served.answer is None:

@@ -15,7 +15,7 @@ from pdx.bench.sim.engine import Settings
 from pdx.bench.sim.replay import BELADY
 from pdx.bench.sim.requests import Trace, read
 from pdx.bench.sim.sessions import Conversations, generate
-from pdx.bench.sim.simulation import Case, Prices
+from pdx.bench.sim.simulation import Case
 from pdx.bench.sim.tier import Device
 from pdx.config import parse_bytes
 from pdx.errors import ConfigError
@@ -34,7 +34,6 @@ def traces_of(paths: Sequence[Path], options: Any) -> list[Trace]:
             rate=options.session_rate,
             think_s=parse_time(options.think),
             window=parse_count(options.window),
-            moves=options.moves,
             block_tokens=parse_count(options.block),
             seed=options.seed,
         )
@@ -90,14 +89,7 @@ def case_of(options: Any) -> Case:
         store=options.store,
         window=options.store_window,
         queue=options.queue_depth,
-        warm_up=options.warm_up,
         pays=not options.any_load,
-        prices=Prices(
-            gpu=options.gpu_price,
-            host_gb=options.host_price,
-            disk_gb=options.disk_price,
-            remote_gb=options.remote_price,
-        ),
     )
 
 
@@ -106,14 +98,6 @@ def policy_of(options: Any) -> str:
     if options.policy != BELADY:
         by_name.find(options.policy)
     return str(options.policy)
-
-
-def seconds_of(text: str) -> float:
-    """A time that may also be in minutes or hours: 90s, 30m, 1h. :raises ConfigError: it is none."""
-    for unit, seconds in (("h", 3600.0), ("m", 60.0)):
-        if text.endswith(unit) and text[:-1].replace(".", "", 1).isdigit():
-            return float(text[:-1]) * seconds
-    return parse_time(text)
 
 
 def _device(kind: str, room: str, speed: str, latency: str) -> Device:

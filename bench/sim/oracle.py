@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from pdx.bench.sim.requests import Request
-from pdx.errors import ConfigError
 from pdx.store.policies.policy import E
 from pdx.store.policies.ranks import Ranked
 
@@ -18,8 +17,6 @@ class Future(Mapping[bytes, Mapping[int, int]]):
     (`TierHost.wanted`). A request wants its keys until it is `over`: until it has had its turn."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        if any(request.content for request in requests):
-            raise ConfigError("belady knows keys, and what is moved is wanted by what it holds: another policy")
         self._wanted: dict[bytes, deque[int]] = {}
         self._places: dict[bytes, int] = {}
         self._over: set[int] = set()

@@ -38,7 +38,6 @@ def of_result(result: Result) -> Iterator[Table]:
         ("TTFT: mean, p50, p90, p99", _spread(result.ttft_s)),
         ("wait for a turn", _spread(result.wait_s)),
         ("time, and GPU time (of it with prompts)", _times(result)),
-        ("cost", f"${result.dollars:,.2f}; ${result.dollars_per_million:.3f} per million tokens"),
     ]
     yield table("", ("what", ">"), facts, header=False)
 
@@ -52,7 +51,6 @@ def _spread(spread: Spread) -> str:
 
 
 def of_points(points: Sequence[Point]) -> Table:
-    is_time = any(point.kept_s for point in points)
     rows = [
         (
             point.trace,
@@ -64,6 +62,5 @@ def of_points(points: Sequence[Point]) -> Table:
         )
         for point in points
     ]
-    room = ">most at once" if is_time else ">capacity"
-    columns = ("trace", "policy", room, ">of an hour's demand", ">hits", ">of those possible")
-    return table("hit rate by time to live" if is_time else "hit rate by capacity", columns, rows)
+    columns = ("trace", "policy", ">capacity", ">of an hour's demand", ">hits", ">of those possible")
+    return table("hit rate by capacity", columns, rows)

@@ -212,18 +212,16 @@ class Nixl(Baseline):
     blocks when prefill has ended.
 
     `yields`: its progress thread gets only the time that nobody else wants: what is not owed to its polling. Nobody's
-    documentation advises this; it tells the connector's part in `nixl`'s figures from its polling thread's. `ranks`: of
-    the decode engine.
+    documentation advises this; it tells the connector's part in `nixl`'s figures from its polling thread's.
     """
 
     polls_idle = True  # its progress thread
     packages = (*VLLM, *NIXL)
     needs = Needs(any_of=NIXL, install="pip install nixl")
 
-    def __init__(self, name: str, title: str, *, yields: bool = False, ranks: int = 1) -> None:
+    def __init__(self, name: str, title: str, *, yields: bool = False) -> None:
         self.name = name
         self.title = title
-        self._ranks = ranks
         self._yields = yields
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
@@ -232,13 +230,10 @@ class Nixl(Baseline):
             config["kv_buffer_device"] = "cpu"
         found = []
         engines = ("prefill", ports.prefill, ports.prefill_side), ("decode", ports.decode, ports.decode_side)
-        for (role, port, side), (home, flags) in zip(engines, self._homes(bed), strict=True):
+        for (role, port, side), home in zip(engines, bed.homes(), strict=True):
             env = {**home, "UCX_NET_DEVICES": "all", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
-            found.append(engine_command(bed, role, port, env=env, options=(*flags, *_transfer(config))))
+            found.append(engine_command(bed, role, port, env=env, options=_transfer(config)))
         return found
-
-    def _homes(self, bed: Bed) -> list[tuple[dict[str, str], tuple[str, ...]]]:
-        return [(bed.homes()[0], ()), bed.of_ranks(self._ranks)]
 
     def proxy_command(self, ports: Ports) -> Command:
         engines = ("--prefill", f"http://127.0.0.1:{ports.prefill}", "--decode", f"http://127.0.0.1:{ports.decode}")
@@ -266,9 +261,9 @@ class Nixl(Baseline):
         On a CPU, NixlConnector moves the worker's main thread to the last core of the machine. That thread computes,
         too: with few cores, both engines would compute on one.
         """
-        for role, (home, _) in zip(("prefill", "decode"), self._homes(bed), strict=True) if is_cpu_build() else ():
+        for role, home in zip(("prefill", "decode"), bed.homes(), strict=True) if is_cpu_build() else ():
             if cores := home.get("VLLM_CPU_OMP_THREADS_BIND"):
-                bring_home(servers.pids(role), [int(each.split(",")[0]) for each in cores.split("|")])
+                bring_home(servers.pids(role), int(cores.split("|")[0].split(",")[0]))
         if self._yields:
             let_go_first(servers.pids("prefill", "decode"))
 
@@ -277,7 +272,6 @@ def baselines() -> list[System]:
     return [
         Nixl("nixl", "vLLM's NixlConnector (pull)"),
         Nixl("nixl-yield", "NixlConnector (pull), its polling thread at idle priority", yields=True),
-        Nixl("nixl-1-2", "vLLM's NixlConnector (pull), 1 rank to 2", ranks=2),
         LMCache(),
         LMCache(128),
         Plain(),
@@ -291,16 +285,12 @@ def _transfer(config: Mapping[str, Any]) -> tuple[str, str]:
 # ---- threads of other processes ---------------------------------------------------------------
 
 
-def bring_home(pids: Sequence[int], cores: Sequence[int]) -> None:
-    """Bind the main threads of vLLM's workers among these processes to a core for each, in the order of their ranks."""
-    workers = {}
+def bring_home(pids: Sequence[int], core: int) -> None:
+    """Bind the main thread of vLLM's worker among these processes to this core."""
     for pid in pids:
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            title = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if title.startswith(b"VLLM::Worker"):
-                workers[title, pid] = pid
-    for rank, (_, pid) in enumerate(sorted(workers.items())):
-        os.sched_setaffinity(pid, {cores[rank % len(cores)]})
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::Worker"):
+                os.sched_setaffinity(pid, {core})
 
 
 def let_go_first(pids: Sequence[int]) -> list[int]:

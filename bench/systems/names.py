@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdx.bench.systems.baselines import baselines
-from pdx.bench.systems.pdx import PdxAlone, PdxRanks, PdxSystem, PdxWith
+from pdx.bench.systems.pdx import PdxAlone, PdxSystem, PdxWith
 from pdx.bench.systems.system import Bed, CannotRun, Running, System
 
 __all__ = ["SYSTEMS", "Bed", "CannotRun", "Running", "System"]
@@ -13,7 +13,6 @@ ON_GPUS = (PdxSystem(None, gpu="0"), PdxSystem("cuda_ipc", gpu="0,1"))
 PDX = (
     *(PdxSystem(channel) for channel in CHANNELS),
     *ON_GPUS,
-    PdxRanks(2),
     PdxAlone(),
     PdxWith("128", "chunks of 128 tokens", {"chunk_tokens": 128}),
 )

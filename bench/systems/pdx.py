@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -166,80 +166,21 @@ class PdxWith(PdxAlone):
         ]
 
 
-class PdxRanks(PdxAlone):
-    """A prefill engine of one rank, and a decode engine of `ranks`, at one node behind the proxy; chunks are cut into
-    as many shards."""
-
-    is_pdx = True
-    engines = 2
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.name = f"pdx-1-{ranks}"
-        self.title = f"PDX, one node, 1 rank to {ranks}"
-        self._ranks = ranks
-
-    def store_command(self, bed: Bed, ports: Ports) -> Command:
-        command = super().store_command(bed, ports)
-        program = (*PDX, "node", "--node", f"ipc://{_socket(ports)}", "--proxy", _control(ports))
-        return replace(command, program=program)
-
-    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        found = []
-        engines = (
-            ("prefill", ports.prefill, (bed.homes()[0], ())),
-            ("decode", ports.decode, bed.of_ranks(self._ranks)),
-        )
-        for role, port, (home, flags) in engines:
-            engine = engine_command(bed, role, port, env=home, options=flags)
-            settings = {"role": role, "shards": self._ranks}
-            here = {"node": f"ipc://{_socket(ports)}", "start_node": False, "proxy": "", "url": engine.url}
-            program = (*engine.program, *connector_option(settings | here))
-            typed = f"{engine.typed} {shlex.join(connector_option(settings))}"
-            found.append(replace(engine, program=program, typed=typed))
-        return found
-
-    def proxy_command(self, ports: Ports) -> Command:
-        engines = ("--prefill", f"http://127.0.0.1:{ports.prefill}", "--decode", f"http://127.0.0.1:{ports.decode}")
-        return Command(
-            name="proxy",
-            program=(*PDX, "proxy", "--control", _control(ports)),
-            typed="pdx proxy",
-            options=("--port", str(ports.proxy), "--admin", f"127.0.0.1:{ports.spare}", "--debug-headers", *engines),
-            url=f"http://127.0.0.1:{ports.proxy}",
-        )
-
-    def start(self, bed: Bed, *, trace: Path | None = None) -> Running:
-        env = bed.env if trace is None else {**bed.env, "PDX_TRACE": str(trace)}
-        return super().start(replace(bed, env=env))
-
-    def running(self, servers: Servers, engines: Sequence[Command], proxy: Command | None, ports: Ports) -> Running:
-        running = PdxRunning(servers, ports.proxy, ports.spare, is_one_node=True, node=f"ipc://{_socket(ports)}")
-        running.find_engines()
-        return running
-
-
-def _control(ports: Ports) -> str:
-    """Where a proxy meets the nodes."""
-    return f"ipc://{runtime_folder()}/bench-{ports.prefill}-proxy.sock"
-
-
 def _socket(ports: Ports) -> Path:
     """Where the engine of these ports meets its node."""
     return runtime_folder() / f"bench-{ports.prefill}.sock"
 
 
 class PdxRunning(Running):
-    """A `pdx up` of its own. `node`: the address of the one node of what was started otherwise."""
+    """A `pdx up` of its own."""
 
-    def __init__(self, servers: Servers, port: int, admin_port: int, *, is_one_node: bool, node: str = "") -> None:
+    def __init__(self, servers: Servers, port: int, admin_port: int, *, is_one_node: bool) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._admin_url = f"http://127.0.0.1:{admin_port}"
         self.prefill_url = ""
         self.decode_url = ""
         self._servers = servers
         self._folder = runtime_folder() / f"up-{port}"
-        self._node = node
         self._is_one_node = is_one_node
 
     def find_engines(self) -> None:
@@ -278,5 +219,5 @@ class PdxRunning(Running):
 
     def status(self, node: str) -> NodeStatus:
         """What the node of that name says of itself."""
-        with connect(self._node or f"ipc://{self._folder}/{node}.sock") as attached:
+        with connect(f"ipc://{self._folder}/{node}.sock") as attached:
             return attached.status()

@@ -71,13 +71,6 @@ class Bed:
         prefill, decode = placement.place(2, placement.cores(), placement.gpus(), environ)
         return prefill, decode
 
-    def of_ranks(self, ranks: int) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Variables and flags of a decode engine with so many ranks, each on a core of a CPU, the last ones."""
-        if ranks == 1:
-            return self.homes()[1], ()
-        cores = "|".join(map(str, placement.cores()[-ranks:]))
-        return {"VLLM_CPU_OMP_THREADS_BIND": cores}, ("--tensor-parallel-size", str(ranks))
-
 
 class Running:
     """A started system; whoever has it closes it. For one thread.
@@ -110,14 +103,6 @@ class Running:
     def resume(self) -> None:
         """Let them run again. Idempotent."""
         self._servers.signal(signal.SIGCONT)
-
-    def cpu_s(self) -> dict[str, float]:
-        """Processor time of each of its servers so far, with whatever they started."""
-        return self._servers.cpu_s()
-
-    def line_bytes(self) -> int | None:
-        """What has come back from a store beyond this host so far; None: it has none."""
-        return None
 
     def died(self) -> str:
         """Which of its processes has ended on its own, and the line of its log that says why; empty: none."""
@@ -259,10 +244,6 @@ class Servers:
                     found.append(int(folder.name))
         return found
 
-    def cpu_s(self) -> dict[str, float]:
-        """By name: of the server and of whatever it started and has not ended, in user and kernel mode."""
-        return {process.name: sum(map(_used_s, self.pids(process.name))) for process in self._processes}
-
     def signal(self, number: signal.Signals) -> None:
         for pid in self.pids(*(process.name for process in self._processes)):
             with suppress(ProcessLookupError):
@@ -280,15 +261,6 @@ class Servers:
             self._stack.close()
             for path in self._leavings:
                 path.unlink(missing_ok=True)
-
-
-def _used_s(pid: int) -> float:
-    """Of a process and those of its children that it has waited for; 0: it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _is_ready(command: Command) -> Callable[[], bool]:

@@ -1,7 +1,7 @@
 """What each message costs a node by how much it holds: steps are counted, not timed.
 
 A step is a line of the store's or the node's Python, or an element of a container of theirs that is walked through,
-in Python or within one call of C. The messages are those of `pdx.bench.node.scaling`, which times them.
+in Python or within one call of C. The messages are those of `message_rounds.py`.
 """
 
 import sys
@@ -11,14 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from message_rounds import Load, drive
 from service_stage import attach, serving
 from service_stage import keys as keys_of
 from steps import calls_run
 
 import pdx.node
 import pdx.store
-from pdx.bench.node import scaling
-from pdx.bench.node.scaling import Load, drive
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.store.chunk import Claim
 from pdx.store.store import Store
@@ -124,9 +123,8 @@ def is_flat(small, large):
 
 
 @pytest.fixture
-def load(place, clock, monkeypatch):
+def load(place, clock):
     """A node's service with so many chunks, and much that waits for its end; with the steps that it takes."""
-    monkeypatch.setattr(scaling, "WRITER_CHUNKS", 200)
     with ExitStack() as stack:
 
         def make(chunks):

@@ -22,9 +22,8 @@ from pdx.cli.main import BENCHES, main
 
 PROGRAM = Path(__file__).with_name("breakdown_program.py")
 SMALL = ["--tokens", "20,50", "--concurrency", "1,2", "--rounds", "2", "--warmups", "1", "--output-tokens", "4"]
-PNG = b"\x89PNG"
 KV_BYTES = 2 * 1 * 8 * 4
-WAIT_S = 150  # it imports much and draws pictures, on machines that may be busy
+WAIT_S = 150  # it imports much, on machines that may be busy
 
 
 @contextlib.contextmanager
@@ -94,8 +93,6 @@ def test_a_whole_run_writes_everything(model, tmp_path):
     assert last["bench"] == "breakdown"
     assert last["answers equal to plain vLLM's"] == 1.0
     assert last.keys() == {"bench", *(figure["name"] for figure in figures["figures"])}
-    for name in ("breakdown.png", "ttft-cdf.png", "itl-cdf.png", "concurrency.png", "timeline-pdx-50.png"):
-        assert (out / name).read_bytes().startswith(PNG)
     assert "nixl, 2 × 50 tokens, round 2: first token after" in progress
     assert "warming up plain, 1 of 1" in progress
 
@@ -116,7 +113,6 @@ def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
     assert not result.is_complete
     assert [request.system for request in result.requests].count("nixl") == 1 + 2
     assert json.loads(told.splitlines()[-1])["bench"] == "breakdown"
-    assert (out / "breakdown.png").read_bytes().startswith(PNG)
     assert "interrupted; what was measured is kept" in progress
 
 
@@ -136,7 +132,6 @@ def plan(model, out, *systems, not_run=()):
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     monkeypatch.setattr(memcpy, "CALM_S", 0.0)
-    monkeypatch.setattr(breakdown_run, "draw_all", lambda result, folder: [])
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
 

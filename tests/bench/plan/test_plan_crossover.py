@@ -3,7 +3,7 @@
 import pytest
 from plan_cases import engine
 
-from pdx.bench.plan.transfer import crossover, load_s
+from pdx.bench.plan.transfer import load_s, loads_from
 
 GBPS = 1e9 / 8
 
@@ -11,8 +11,8 @@ GBPS = 1e9 / 8
 def test_the_shape_of_the_lmcache_papers_figure_12():
     """The slower the link, the longer a prompt must be; at 128 Gbps loading is faster at any useful length."""
     chosen = engine("llama-3.1-8b", "h100")
-    found = [crossover(chosen.prefill_s, chosen.kv_token_bytes, rate * GBPS) for rate in (8, 16, 32, 64, 128)]
-    starts = [one.load_from or 10**9 for one in found]
+    links = (8, 16, 32, 64, 128)
+    starts = [loads_from(chosen.prefill_s, chosen.kv_token_bytes, rate * GBPS) or 10**9 for rate in links]
     assert starts == sorted(starts, reverse=True)
     assert 2_000 < starts[2] < 32_000
     assert starts[4] <= 256

@@ -43,9 +43,8 @@ def test_an_impossible_slo_says_what_limits_it():
     assert found.verdict.helps == "impossible"
     assert (found.split, found.mixed) == (None, None)
     ttft, itl = found.verdict.reasons
-    assert ttft.startswith("TTFT: without any queue a prompt takes 273 ms")
-    assert itl.startswith("ITL: one request alone takes")
-    assert "of weights" in itl
+    assert ttft == "TTFT: p95 is 273 ms, more than 100 ms"
+    assert itl.startswith("ITL: p95 is ")
 
 
 def test_when_only_one_kind_keeps_it():
@@ -54,11 +53,10 @@ def test_when_only_one_kind_keeps_it():
     found = judge(chosen, split, None, split, None)
     assert found.helps == "yes"
     assert "mixed engines do not, whatever their number" in found.headline
-    assert "on mixed engines prompts interrupt decoding" in found.reasons[0]
     slow = plan(case(itl_s=0.03, output=4))
     assert slow.split is None
     assert slow.verdict.helps == "no"
-    assert "the handoff is one of too few gaps" in slow.verdict.reasons[0]
+    assert slow.verdict.reasons[0].startswith("ITL: p95 is ")
 
 
 def test_a_given_deployment_is_judged():

@@ -166,6 +166,7 @@ assert (model.scores(other, tokens[256:]) - behind).abs().max() > 0.01
 """
 
 
+@pytest.mark.long  # transformers are imported
 def test_scores_behind_exact_kv_are_those_of_one_forward_pass(model):
     """In a process of its own: transformers warns about much, and warnings are errors here."""
     pytest.importorskip("transformers")
@@ -174,6 +175,7 @@ def test_scores_behind_exact_kv_are_those_of_one_forward_pass(model):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long  # transformers are imported
 def test_the_command_says_that_a_promise_is_broken(model, tmp_path, monkeypatch):
     """Random weights magnify what a codec loses."""
     pytest.importorskip("transformers")

@@ -80,12 +80,6 @@ class Running:
         self.engines = [Server(system, kept) for _ in range(system.engines)]
         self.prefill_url, self.url = self.engines[0].url, self.engines[-1].url
 
-    def cpu_s(self):
-        return {"engine": self.engines[-1].num_done * 0.5}
-
-    def line_bytes(self):
-        return None
-
     def died(self):
         return ""
 

@@ -20,7 +20,7 @@ def point(system, load, ttfts, *, per_s=1.0, rate=None, repeat=0, workload=DOCUM
     """Of so many requests a second: one for each of `ttfts`."""
     each = [asked(ttft, end_s=len(ttfts) / per_s, session=number) for number, ttft in enumerate(ttfts)]
     found = found or Found(1032.0 * len(ttfts), 0.0, 0.0)
-    return Point(system, workload, repeat, load, rate, found, {"engine": 2.0}, None, each, **more)
+    return Point(system, workload, repeat, load, rate, found, each, **more)
 
 
 def result(points, targets=(2.0,)):
@@ -135,13 +135,13 @@ def test_of_a_session_what_it_asked_before_is_known():
     each = [asked(1.0, session=3, turn=turn, prompt_tokens=tokens) for turn, tokens in ((0, 500), (1, 700), (2, 900))]
     known = 3 * BLOCK + 5 * BLOCK  # of 500 and of 700 tokens
     for found, is_meant in ((known, True), (known // 2, False)):
-        one = Point("pdx-both", SESSIONS, 0, BURST, None, Found(2100.0 - found, 0.0, found), {}, None, each)
+        one = Point("pdx-both", SESSIONS, 0, BURST, None, Found(2100.0 - found, 0.0, found), each)
         assert is_as_meant(result([one]), one) is is_meant
 
 
 def test_what_must_hold_is_a_figure():
     wrong = [asked(1.0, is_same=True), asked(1.0, is_same=False)]
-    one = Point("pdx-both", DOCUMENTS, 0, BURST, None, Found(2064.0, 0.0, 0.0), {"engine": 1.0}, None, wrong)
+    one = Point("pdx-both", DOCUMENTS, 0, BURST, None, Found(2064.0, 0.0, 0.0), wrong)
     found = named(figures(result([one])))
     assert (
         found["answers that are those of the reference"].value,

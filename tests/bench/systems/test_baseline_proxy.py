@@ -20,11 +20,10 @@ class Engine:
     """Notes what it is asked; answers a prefill leg with parameters, a stream with CHUNKS, both when allowed."""
 
     def __init__(self):
-        self.seen, self.connections = [], set()
+        self.seen = []
         self.arrived = asyncio.Event()
         self.allowed = asyncio.Event()
         self.allowed.set()
-        self.status, self.answer, self.chunks = 200, {"kv_transfer_params": RETURNED}, CHUNKS
 
     async def start(self):
         app = web.Application()
@@ -36,14 +35,13 @@ class Engine:
 
     async def serve(self, request):
         self.seen.append((json.loads(await request.read()), request.headers))
-        self.connections.add(request.transport.get_extra_info("peername"))
         self.arrived.set()
         if not self.seen[-1][0]["stream"]:
             await self.allowed.wait()
-            return web.json_response(self.answer, status=self.status)
-        response = web.StreamResponse(status=self.status, headers={"Content-Type": "text/event-stream; charset=utf-8"})
+            return web.json_response({"kv_transfer_params": RETURNED})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        for chunk in self.chunks:
+        for chunk in CHUNKS:
             await response.write(chunk)
             await self.allowed.wait()
         return response

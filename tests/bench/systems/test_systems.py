@@ -14,12 +14,12 @@ from pdx.bench.systems.names import SYSTEMS, CannotRun, Running
 
 ORDER = [
     *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx"),
-    *("pdx-gpu", "pdx-cuda_ipc", "pdx-1-2"),
+    *("pdx-gpu", "pdx-cuda_ipc"),
     *("pdx-both", "pdx-both-128"),
-    *("nixl", "nixl-yield", "nixl-1-2"),
+    *("nixl", "nixl-yield"),
     *("lmcache", "lmcache-128", "plain"),
 ]
-PAIRS = ["nixl", "nixl-yield", "nixl-1-2"]
+PAIRS = ["nixl", "nixl-yield"]
 WITH_STORE = ["pdx-both", "pdx-both-128", "lmcache", "lmcache-128"]  # a process beside the engine
 # Argument: port, then what to do instead of serving. Serves /health and whatever else with its own port.
 SERVER = """
@@ -87,7 +87,7 @@ class _No:
 def test_commands_can_be_typed_and_name_no_place_of_this_machine(name, bed, two_cores):
     lines = SYSTEMS[name].commands(bed)
     remarks = [line for line in lines if line.startswith("# ")]
-    several = {**dict.fromkeys(WITH_STORE, 2), **dict.fromkeys(PAIRS, 3), "pdx-1-2": 4}
+    several = {**dict.fromkeys(WITH_STORE, 2), **dict.fromkeys(PAIRS, 3)}
     assert len(lines) - len(remarks) == several.get(name, 1)
     for line in lines:
         assert str(bed.model) not in line
@@ -102,11 +102,10 @@ def test_all_engines_get_the_same_flags_memory_and_cores(name, bed, two_cores):
     for line in lines:
         assert "--served-model-name tiny --max-model-len 6000 --enforce-eager" in line
         assert line.startswith("VLLM_CPU_KVCACHE_SPACE=1 ")
-    if not SYSTEMS[name].is_pdx or name == "pdx-1-2":  # `pdx up` places its own engines, in the same way
+    if not SYSTEMS[name].is_pdx:  # `pdx up` places its own engines, in the same way
         words = [word for line in lines for word in shlex.split(line)]
         bound = [word.partition("=")[2] for word in words if word.startswith("VLLM_CPU_OMP_THREADS_BIND=")]
-        assert bound == ["0", "0|1" if name.endswith("-1-2") else "1"][: len(lines)]
-        assert words.count("--tensor-parallel-size") == name.endswith("-1-2")
+        assert bound == ["0", "1"][: len(lines)]
 
 
 def test_pdx_is_started_with_its_channel(bed, two_cores):
