@@ -50,7 +50,7 @@ def test_layers_travel_together_until_a_message_is_large():
 
 @pytest.mark.parametrize("channel", ["tcp", "nixl", "ucx", "shm"])
 def test_the_measured_pushes_of_4000_tokens(channel):
-    """32 layers of 8 MB, two of them per message; docs/plan.md has the figures."""
+    """32 layers of 8 MB, two of them per message; docs/plan.md says how near it is."""
     rounds = json.loads((ROOT / "bench" / "results" / "across.json").read_text())["details"][channel]
     prefill_s, share = (
         statistics.median(each[name] for each in rounds["layer_by_layer"]) for name in ("prefill_s", "at_end")
@@ -58,5 +58,3 @@ def test_the_measured_pushes_of_4000_tokens(channel):
     wire = (256 << 20) / statistics.median(each["after_s"] for each in rounds["at_once"])
     way = overlap([(4096, prefill_s)], layers=32, layer_token_bytes=2048, wire_bytes_s=wire, group=2)
     assert way.hidden_bytes_share == pytest.approx(share, abs=0.05)
-    shown = f"prefill {prefill_s * 1e3:.0f} ms, wire {wire / 1e9:.2f} GB/s | {share:.3f} | "
-    assert f"{shown}{way.hidden_bytes_share:.3f} |" in (ROOT / "docs" / "plan.md").read_text()
