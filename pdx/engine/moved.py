@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -63,16 +64,16 @@ def pages_of(
     return pages
 
 
+@dataclass(slots=True)
 class Moving:
     """What is known of one request's tokens at other positions."""
 
-    def __init__(self) -> None:
-        self.epoch = 0  # the node's life that all of this is of
-        self.asked: Asked | None = None  # which pieces there are, or, once these are known, whether they are there
-        self.pieces: list[Piece] | None = None
-        self.hits: Hits | None = None  # that were found last
-        self.until: float | None = None  # for what is loaded from a tier
-        self.verdict = Verdict("reuse", "refused", "the node was not asked")
+    epoch: int = 0  # the node's life that all of this is of
+    asked: Asked | None = None  # which pieces there are, or, once these are known, whether they are there
+    pieces: list[Piece] | None = None
+    hits: Hits | None = None  # that were found last
+    until: float | None = None  # for what is loaded from a tier
+    verdict: Verdict = Verdict("reuse", "refused", "the node was not asked")  # noqa: RUF009 - frozen
 
     def refuse(self, text: str) -> None:
         """Nothing more is found."""
@@ -100,16 +101,20 @@ class MovedLookup:
 
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A new request, whose turn is near: ask where its tokens are. Never waits."""
-        moving = tracked.moving
+        moving = self._moving(tracked, connection)
         if moving is None or tracked.is_decode or self._lookup.is_silent(tracked, connection):
             return
         with contextlib.suppress(NodeError, ProtocolError):  # it is asked again when its turn comes
             self._ask(tracked, moving, connection)
 
+    @staticmethod
+    def _moving(tracked: TrackedRequest, connection: Connection) -> Moving | None:
+        """What is known by this node; None: the request does not ask for it."""
+        if tracked.moving is not None and tracked.moving.epoch != connection.epoch:
+            tracked.moving = Moving(connection.epoch)
+        return tracked.moving
+
     def _ask(self, tracked: TrackedRequest, moving: Moving, connection: Connection) -> None:
-        if moving.epoch != connection.epoch:
-            moving.__init__()  # type: ignore[misc]
-            moving.epoch = connection.epoch
         if moving.asked is not None or moving.pieces is not None:
             return
         scope = self._forms.scope(tracked)
@@ -123,7 +128,7 @@ class MovedLookup:
     def find(self, tracked: TrackedRequest, connection: Connection) -> bool:
         """Once the request's own chunks are known: whether it is known, too, what is found elsewhere. If that is more,
         it is what its hits are then. False: ask again."""
-        moving = tracked.moving
+        moving = self._moving(tracked, connection)
         if moving is not None and tracked.is_decode:
             moving.verdict = Verdict("reuse", "accepted", "as its prefill leg has found it")
         if moving is None or tracked.is_decode or self._lookup.is_silent(tracked, connection):

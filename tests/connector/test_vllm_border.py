@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -470,32 +469,6 @@ def test_the_order_of_a_page_is_what_the_workers_say_where_only_they_know(
     monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("recompute"))
     with pytest.raises(ConfigError, match=r"inside another connector needs vLLM 0\.29"):
         connector_of(folder, KVConnectorRole.WORKER, has_order=False)
-
-
-READ = {
-    "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens block_ids",
-    "vllm.v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens new_block_ids resumed_req_ids",
-    "vllm.v1.core.sched.output.SchedulerOutput": (
-        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens"
-    ),
-    "vllm.v1.outputs.KVConnectorOutput": "finished_recving invalid_block_ids kv_connector_worker_meta",
-    "vllm.config.KVTransferConfig": (
-        "kv_connector kv_role kv_load_failure_policy engine_id kv_connector_extra_config kv_connector_module_path"
-    ),
-    "vllm.multimodal.inputs.MultiModalFeatureSpec": "data modality identifier mm_position",
-    "vllm.multimodal.inputs.PlaceholderRange": "offset length is_embed",
-    "vllm.config.CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
-    "vllm.config.ParallelConfig": (
-        "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size tensor_parallel_size"
-    ),
-}
-
-
-@pytest.mark.parametrize("place", READ)
-def test_what_is_read_of_vllms_objects_is_among_their_fields(place: str) -> None:
-    module, _, name = place.rpartition(".")
-    fields = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
-    assert set(READ[place].split()) <= fields
 
 
 def test_how_blocks_are_hashed_and_adapters_loaded_is_where_pdx_steps_in() -> None:

@@ -49,12 +49,13 @@ with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_war
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from pdx.vllm import connector
+    from pdx.vllm import connector, identity
     from pdx.vllm.connector import PdxConnector
 
 from pdx.engine.copier import Scatter
 from pdx.engine.params import parse_params
 from pdx.engine.plan import PagesPlan
+from pdx.engine.weights import weights_digest
 
 # vLLM is imported here first
 __all__ = ["BLOCK", "FOREIGN", "PDX", "KVConnectorOutput", "LoRARequest", "Shape", "WorkerLoRAManager", "connector"]
@@ -135,6 +136,8 @@ class Engine:
             patch.object(type(config), "use_v2_model_runner", shape.runner == 2),
             patch.dict(os.environ, partition),
             patch.object(connector, "drafter_identity", lambda *_: shape.drafter),
+            patch.object(identity, "weights_digest", lambda files: _digest(tuple(files))),
+            patch.object(identity, "entry_points", lambda group: ()),  # which takes as long as all else
             set_current_vllm_config(config),
         ):
             workers = [[self._worker_of(*at, config, caches[at[0]]) for at in of_stage] for of_stage in self._places]
@@ -404,6 +407,11 @@ class Engine:
             worker.shutdown()
         if self.shape.connector is not None:
             self.scheduler.connector.shutdown()
+
+
+@lru_cache
+def _digest(files: tuple[Path, ...]) -> bytes:
+    return weights_digest(files)
 
 
 @lru_cache
