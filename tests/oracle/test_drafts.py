@@ -216,20 +216,6 @@ def test_what_is_generated_with_drafts_is_found_on_a_disk(
         assert with_pdx == pytest.approx(alone(bed, known + bed.tokens(30), **drafting(kind)), abs=0.02)
 
 
-def test_requests_with_drafts_that_are_preempted_or_aborted_leave_nothing(bed: OracleBed) -> None:
-    history = written(bed, **drafting())
-    reader = bed.engine("reader", blocks=130, **drafting())
-    prompts = {str(number): history[: 256 + 100 * number] + bed.tokens(80, number) for number in range(5)}
-    for name, prompt in prompts.items():
-        reader.add(name, prompt, 100)
-    for _ in range(3):
-        reader.step()
-    reader.abort("2")
-    reader.run()
-    reader.check("0", "1", "3", "4")
-    assert reader.preemptions
-
-
 def test_a_reset_leaves_no_drafts_of_before(bed: OracleBed) -> None:
     history = written(bed, **drafting())
     reader = bed.engine("reader", **drafting())
