@@ -330,6 +330,20 @@ def test_what_is_a_placeholder_and_what_kind_of_media_it_is_are_part_of_the_cont
     assert len(set(found)) == 3
 
 
+def test_media_that_are_processed_once_are_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's cache gives the same object to each request with the same picture."""
+    content, fed = engine(), []
+    monkeypatch.setattr("pdx.vllm.content._feed", lambda digest, value: fed.append(value) or True)
+    first = picture(1.0, "a")
+    counts = []
+    for feature in (first, MultiModalFeatureSpec(first.data, "image", "a", first.mm_position)):
+        assert content.name_inputs(request_of(mm_features=[feature]), True) is None
+        counts.append(len(fed))
+    assert counts[1] - counts[0] < counts[0]
+    del first, feature
+    assert not content._media._known
+
+
 @pytest.mark.parametrize("first", [[], [1.0]], ids=["text first", "a picture first"])
 def test_media_that_a_session_adds_are_named_or_found_by_nobody(first: list[float]) -> None:
     """vLLM appends them to the request itself and hashes its new blocks: no hook tells of it."""

@@ -361,9 +361,11 @@ def test_the_memory_of_a_real_node_can_be_mapped(node, session):
     assert (handle.kind, handle.gpu, handle.pid) == ("vmm", session.gpu, node.pid)
 
 
-def test_a_ticket_ends_with_its_session(node):
+def test_a_ticket_is_that_of_a_session_and_ends_with_it(node):
     with Wire(node.address) as wire:
         ticket = wire.hello().ticket
+        with pytest.raises(NodeError, match="its log says why"):
+            fetch_handle(node.handover, ticket[::-1], 10.0)
         wire.close()
         with pytest.raises(NodeError, match="its log says why"):
             fetch_handle(node.handover, ticket, 10.0)

@@ -263,6 +263,16 @@ def test_a_load_that_nothing_comes_of_has_a_deadline() -> None:
     loader.close()
 
 
+def test_what_is_still_being_filled_when_the_loader_closes_has_failed(loader: Loader) -> None:
+    node, copies = Node(), Copies()
+    node.filled = {1: 1}
+    submit(loader, load_of("a", 2, num_chunks=2), copies, node)
+    wait_until(lambda: len(copies.calls) == 2, what="what is there is copied")
+    loader.close()
+    assert loader.take_finished() == ({"a"}, {2, 3})
+    assert copies.closed == 1
+
+
 def test_how_long_a_chunk_takes_is_told_once_bytes_were_copied(loader: Loader) -> None:
     """A rate of nothing would be infinite, and the heartbeat that tells it no message."""
     node = Node()

@@ -152,6 +152,17 @@ def test_what_was_gathered_by_the_end_of_prefill_is_told(bed: Bed) -> None:
     bed.node.wait_sealed(1)
 
 
+def test_a_slot_that_is_lost_before_its_copy_has_ended_is_not_sealed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = bed.engine()
+    with engine.streams.held(engine.streams.gathering):
+        request = engine.save(tokens(13, CHUNK))
+        monkeypatch.setattr(Arena, "is_current", lambda self, slot: False)
+    wait_until(lambda: bed.node.degraded("save_lost") == 1, what="counted")
+    monkeypatch.undo()
+    assert bed.told(Fill) == []
+    engine.finish(request)
+
+
 # ---- loading ----------------------------------------------------------------------------------
 
 
