@@ -68,15 +68,6 @@ def test_a_lock_that_was_removed_in_the_same_moment_is_taken_anew(tmp_path, monk
             pass
 
 
-def test_a_touch_makes_the_lock_young(tmp_path):
-    with owned(tmp_path / "node.sock", NodeRunning) as lock:
-        file = tmp_path / "node.sock.lock"
-        os.utime(file, (1, 1))
-        lock.touch()
-        assert file.stat().st_mtime > 1
-        assert file.stat().st_atime > 1
-
-
 def test_only_a_socket_is_removed(tmp_path):
     path = tmp_path / "node.sock"
     remove_socket(path)

@@ -210,18 +210,6 @@ def test_legacy_memory_goes_when_its_process_begins_to_die(fake):
 # ---- drivers that refuse -------------------------------------------------------------------
 
 
-def test_a_failed_import_names_both_drivers():
-    with fake_cuda(driver_version=13000, lag_s=LAG_S) as fake, stage_of(GpuBlock) as stage:
-        reader, peer = stage.side(), stage.peer()
-        before = held(fake)
-        fake.fail("cuMemImportFromShareableHandle", error="NOT_SUPPORTED")
-        error = peer.connect(reader.session((0, MIB))[1])
-        assert error["error"] == "ChannelUnavailable"
-        assert "12090" in error["text"]
-        assert "13000" in error["text"]
-        all_back(fake, before)
-
-
 @pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuStreamCreate"])
 def test_an_error_of_cuda_ends_that_channel_alone(fake, caplog, call):
     with stage_of(GpuBlock) as stage, caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""What NIXL and UCX are told of memory on a GPU. Neither can move it here: mocks stand for them with CUDA."""
+"""What NIXL is told of memory on a GPU. It cannot move it here: a mock stands for it with CUDA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from pdx.transports.nixl.agent import NixlAgent, Place
 from pdx.transports.nixl.channel import NixlChannel, NixlDetail, NixlPeer
 from pdx.transports.nixl.region import NixlRegion
 from pdx.transports.ucx import engine as ucx_engine
-from pdx.transports.ucx.region import UcxRegion
 
 
 class MockNixl:
@@ -177,42 +176,6 @@ def test_nixl_as_it_is_installed_refuses_or_registers(fake):
         pytest.skip("NIXL is not installed")
     with closing(GpuBlock(MIB)) as block, pytest.raises(ChannelUnavailable, match="NIXL"):
         NixlRegion.register(block.memory)
-
-
-class MockUcx:
-    """Stands for UCXX: a context that says of itself what it is told to, and goes no further."""
-
-    UCXError = RuntimeError
-
-    class Feature:
-        TAG, WAKEUP = 1, 2
-
-    def __init__(self, resources: str) -> None:
-        self.info = "".join(
-            f"#      resource {at}  :  md 0  dev 0  flags -- {each}\n" for at, each in enumerate(resources.split())
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **settings: self
-
-    def UCXWorker(self, context: Any) -> Any:
-        raise self.UCXError("this mock goes no further")
-
-
-@pytest.mark.parametrize(
-    ("resources", "why"),
-    [
-        ("self/memory tcp/lo cma/memory", "UCX has no cuda_copy here.*UCX_TLS"),
-        ("tcp/lo cuda_ipc/cuda", "UCX has no cuda_copy here"),
-        ("tcp/lo cuda_copy/cuda cuda_ipc/cuda", "goes no further"),
-    ],
-)
-def test_ucx_needs_its_cuda_transport_for_memory_of_a_gpu(fake, monkeypatch, resources, why):
-    monkeypatch.setattr(ucx_engine, "load", lambda: MockUcx(resources))
-    monkeypatch.setattr(ucx_engine.importlib, "import_module", lambda name: MockUcx(""))
-    with closing(SecondGpuBlock(MIB)) as block, pytest.raises(ChannelUnavailable, match=why):
-        UcxRegion.register(block.memory)
-    assert fake.counts()["contexts"] == 1
 
 
 def test_memory_of_a_gpu_that_is_not_there_is_refused(nixl):

@@ -1,51 +1,10 @@
-"""The spans granted to a session: what may be written to, when it is free again, and what a look costs."""
+"""The spans granted to a session: what may be written to, and when it is free again."""
 
 import random
 import threading
 
 from pdx.transports.channel import MAX_UNTAKEN_BYTES, NOTIFICATION_BYTES, Piece
 from pdx.transports.sessions import SessionListener, WriteSession
-
-LAYERS = 8
-
-
-class CountedStart(int):
-    """A start that counts how often it is compared."""
-
-    compared = 0
-
-    def __lt__(self, other):
-        CountedStart.compared += 1
-        return int.__lt__(self, other)
-
-    def __gt__(self, other):
-        CountedStart.compared += 1
-        return int.__gt__(self, other)
-
-    def __le__(self, other):
-        CountedStart.compared += 1
-        return int.__le__(self, other)
-
-    __hash__ = int.__hash__
-
-
-def compared(count):
-    """Comparisons that it costs to enter the last slice of 100 of so many spans."""
-    spans = WriteSession()
-    order = list(range(count))
-    random.Random(1).shuffle(order)
-    for number in order:
-        spans.grant(CountedStart(number * LAYERS), LAYERS)
-    CountedStart.compared = 0
-    wanted = [(number * LAYERS + LAYERS - 1, 1) for number in random.Random(2).sample(range(count), 100)]
-    entered = spans.enter(wanted)
-    assert entered == [offset - LAYERS + 1 for offset, _ in wanted]
-    assert CountedStart.compared > 0
-    return CountedStart.compared
-
-
-def test_a_slice_is_found_in_few_steps_however_many_spans_there_are():
-    assert compared(8192) <= 2 * compared(128)
 
 
 def test_notifications_that_nobody_takes_are_bounded_however_little_they_say():

@@ -27,8 +27,6 @@ from pdx.testing.waiting import wait_until
 from pdx.transports.channel import MAX_PIECES, Memory, Piece, RemoteRegion
 from pdx.transports.streams import frames, inbound, outbound
 from pdx.transports.streams import sockets as sockets_module
-from pdx.transports.streams.inbound import StreamListener
-from pdx.transports.streams.outbound import StreamChannel
 from pdx.transports.tcp import Address, TcpRegion
 
 
@@ -288,30 +286,6 @@ def test_streams_of_a_session_are_bounded(target):
     for sock in streams:
         sock.close()
     target.is_unharmed("greeting")
-
-
-def test_small_writes_share_a_stream_and_large_ones_use_all(monkeypatch):
-    """The reader does not read, so nothing is over: what is under way decides."""
-    used = []
-    begin = StreamChannel._begin
-
-    def seen(channel, stream, transfer):
-        used.append(stream)
-        begin(channel, stream, transfer)
-
-    monkeypatch.setattr(StreamChannel, "_begin", seen)
-    with Stage(TcpRegion) as stage:
-        writer, reader = stage.side(), stage.side()
-        monkeypatch.setattr(StreamListener, "_receive", lambda *_: closing.wait(30))
-        closing = threading.Event()
-        channel = writer.connect(reader.session((0, 8 * MIB))[1])
-        for at in range(8):
-            channel.write([Piece(at * 4096, at * 4096, 4096)], b"")
-        assert len(set(used)) == 1
-        for at in range(TcpRegion.streams):
-            channel.write([Piece(at * 2 * MIB, at * 2 * MIB, 2 * MIB)], b"")
-        assert len(set(used)) == TcpRegion.streams
-        closing.set()
 
 
 @pytest.fixture
