@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.config import NodeConfig
 from pdx.errors import ChannelBroken, ChannelError, ConfigError, PeerError
 from pdx.node.peers.connection import ConnectionState, PeerConnection
-from pdx.node.peers.connections import Connections
-from pdx.node.peers.fetches import Fetches
-from pdx.node.peers.inbound_pushes import InboundPushes
-from pdx.node.peers.regions import Regions
 from pdx.node.peers.send_thread import SendThread
-from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.tier import Job, Tier
-from pdx.telemetry.env import Env
 from pdx.telemetry.host import host_id
 from pdx.telemetry.recent import remember
 from pdx.telemetry.timeline import Event
 from pdx.transports.registry import FOR_GPUS
 from pdx.wire.hints import Hints
 from pdx.wire.messages import Admit, Cancel, Chosen, Mark, PeerBody, Release, Welcome
+
+if TYPE_CHECKING:
+    from pdx.node.peers.peers import Peers
 
 log = logging.getLogger("pdx.node")
 
@@ -140,28 +137,11 @@ class Flow(msgspec.Struct):
 class PeerTiers:
     """The tiers of all peers, by the peer's name. Owned by the control loop."""
 
-    def __init__(
-        self,
-        config: NodeConfig,
-        env: Env,
-        *,
-        copies: Copies,
-        regions: Regions,
-        connections: Connections,
-        fetches: Fetches,
-        inbound: InboundPushes,
-        marks: deque[Mark],
-    ) -> None:
-        """`marks`: of transfers, to be told to the proxy."""
-        self.config = config
-        self.env = env
-        self.copies = copies
-        self.regions = regions
-        self.connections = connections
-        self._fetches = fetches
-        self._inbound = inbound
-        self._marks = marks
-        self._handoffs = env.timings[("pdx_node_handoff_seconds",)]
+    def __init__(self, node: Peers) -> None:
+        self.config, self.env = node.config, node.env
+        self.copies, self.regions, self.connections = node.copies, node.regions, node.connections
+        self._fetches, self._inbound, self._marks = node.fetches, node.inbound, node.marks
+        self._handoffs = node.env.timings[("pdx_node_handoff_seconds",)]
         self._tiers: dict[str, PeerTier] = {}
         self._flows: OrderedDict[str, Flow] = OrderedDict()
         self._left: list[SendThread] = []  # senders that were told to end

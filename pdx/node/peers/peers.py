@@ -98,19 +98,19 @@ class Peers:
 
         :raises ConfigError: the address to listen at, the keys or the roster cannot be used.
         """
-        self._config = config
-        self._env = env
+        self.config = config
+        self.env = env
         self._name = node_name(config)
         self._epoch = epoch
         self._store = store
-        self._copies = copies
+        self.copies = copies
         self._below = below
         self._loads: Groups[bytes, Load] = Groups()  # by each key that is still to come
         self._loads_late: Deadlines[Load] = Deadlines()
         self._loading_bytes, self._share_bytes = 0, store.pools[0].total_bytes * config.peer_share
         self._transfers = transfers
         self._sessions = sessions
-        self._marks = marks
+        self.marks = marks
         self._numbers = itertools.count(FIRST_QUESTION)
         self._asked: OrderedDict[int, str | Found | messages.Refused] = (
             OrderedDict()
@@ -122,16 +122,7 @@ class Peers:
         self.fetches = Fetches(self.connections, config.fetch_s, env)
         self.lookups = Lookups(self.connections, config.peer_lookup_s, env, self._numbers)
         self.inbound = InboundPushes(config, env, store=store, transfers=transfers, regions=regions)
-        self.tiers = PeerTiers(
-            config,
-            env,
-            copies=copies,
-            regions=regions,
-            connections=self.connections,
-            fetches=self.fetches,
-            inbound=self.inbound,
-            marks=marks,
-        )
+        self.tiers = PeerTiers(self)
         if context is not None and (config.channels or config.roster or config.listen):
             regions.when_open(self.inbound.start_threads)  # peers are meant to come: be ready before they do
 
@@ -174,7 +165,7 @@ class Peers:
         """A peer has answered a question; what nobody asked it is dropped: chunks are given up for what a peer says."""
         if self._asked.get(about) != peer.name:
             text = "%s answers what it was not asked"
-            counted(log, self._env.counters, "answers_dropped", text, peer.name)
+            counted(log, self.env.counters, "answers_dropped", text, peer.name)
             return
         self._asked[about] = answer
 
@@ -184,7 +175,7 @@ class Peers:
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """
-        now = self._env.clock()
+        now = self.env.clock()
         if not ask.source and ask.wait_s and ask.awaits is None:
             count = (len(goal.keys) if ask.groups else ask.sought) - goal.hits
             source = self.lookups.source(ask, now, computing.seconds(count), lambda: self._hits(ask, goal, arenas))
@@ -283,25 +274,25 @@ class Peers:
             case messages.Admit():
                 self._admit(peer, body, about)
             case messages.Admitted():
-                self._copies.granted(self.tiers.look(peer.name), about, Grant(body.granted, body.granted_slots))
+                self.copies.granted(self.tiers.look(peer.name), about, Grant(body.granted, body.granted_slots))
             case Found() | messages.Refused() if about >= FIRST_QUESTION:
                 self._note(peer, about, body)
             case messages.Settle():
                 self._settle(peer, body, about)
             case messages.Refused():
-                self._copies.stopped(self.tiers.look(peer.name), about, body.text)
+                self.copies.stopped(self.tiers.look(peer.name), about, body.text)
             case messages.Release():
                 self.inbound.let_go(peer, body)
             case messages.Push():
                 self._push_to(peer, body, about)
             case messages.Cancel(transfer):
-                now = self._env.clock()
+                now = self.env.clock()
                 self._transfers.give_up(transfer, now, peer.source)
                 self.fetches.over(peer.name, 0, transfer, now)
             case messages.Done() if about >= FIRST_QUESTION:
-                self.lookups.answered(peer, about, body.count, self._env.clock())
+                self.lookups.answered(peer, about, body.count, self.env.clock())
             case messages.Done():
-                self.fetches.answered(peer, about, body.count, self._env.clock())
+                self.fetches.answered(peer, about, body.count, self.env.clock())
             case messages.Chosen():
                 self.inbound.choose(peer, body.scheme)
 
@@ -312,7 +303,7 @@ class Peers:
         layouts = self._layouts()
         if ask.layout and layouts and ask.layout not in layouts:
             text = "%s has chunks of another KV layout than any engine here has"
-            counted(log, self._env.counters, "peer_layouts_differ", text, peer.name)
+            counted(log, self.env.counters, "peer_layouts_differ", text, peer.name)
             peer.send(refusal(f"no engine at {self._name} has the KV layout of these chunks"), number)
             return
         self.inbound.admit(peer, number, ask)
@@ -336,22 +327,22 @@ class Peers:
         if not hits or coming or ask.dry_run:
             return
         self.tiers.push(peer.name, keys[:hits], ask.shards, transfer=ask.transfer, layout=b"", want=number)
-        self._env.counters["wants_served"] += 1
+        self.env.counters["wants_served"] += 1
 
     def _load(self, peer: PeerConnection, ask: messages.Push, number: int, hits: int) -> int:
         """How many behind those that are here this node's own tiers load in time; begins that, unless only asked."""
         if hits == len(ask.keys):
             return 0
         wanted = Wanted(ask.keys, ask.shards, is_named=True, who=f"node {peer.name}")
-        within_s = min(ask.within_s, self._config.fetch_s)  # it is given up then
+        within_s = min(ask.within_s, self.config.fetch_s)  # it is given up then
         room_bytes = self._share_bytes - self._loading_bytes
         found = self._below.loadable(wanted, hits, room_bytes, Computing(within_s / (len(ask.keys) - hits)))
         found = found[: MAX_WANTS - len(self._loads)]
         if ask.dry_run or not found or len(self._loads.of(found[0][0])) >= MAX_WARM:
             return len(found) if ask.dry_run else 0
-        deadline = self._env.clock() + patience_s(within_s, self._config.fetch_s)
-        self._copies.load(found, replace(wanted, is_named=False), priority=Priority.AWAITED, deadline=deadline)
-        left = {key for key, _, _ in found if self._copies.is_filled_here(key, ask.shards)}
+        deadline = self.env.clock() + patience_s(within_s, self.config.fetch_s)
+        self.copies.load(found, replace(wanted, is_named=False), priority=Priority.AWAITED, deadline=deadline)
+        left = {key for key, _, _ in found if self.copies.is_filled_here(key, ask.shards)}
         nbytes = sum(each.nbytes for _, _, each in found) * ask.shards if left else 0
         load = Load(peer, number, replace(ask, within_s=0.0), left, deadline, nbytes)
         self._loading_bytes += nbytes
@@ -364,7 +355,7 @@ class Peers:
         """Slices of these were loaded, or never will be."""
         for key in {chunk.key for chunk in chunks} if len(self._loads) else ():
             for load in self._loads.of(key):
-                if not self._copies.is_filled_here(key, load.push.shards):
+                if not self.copies.is_filled_here(key, load.push.shards):
                     self._loads.discard(key, load)
                     load.left.discard(key)
                     if not load.left:
@@ -376,7 +367,7 @@ class Peers:
         self._loading_bytes -= load.nbytes
         for key in load.left:
             self._loads.discard(key, load)
-        with self._env.faults.contain("a push of what was loaded"):
+        with self.env.faults.contain("a push of what was loaded"):
             if load.peer.state is ConnectionState.READY:
                 self._push_to(load.peer, load.push, load.number)
 
@@ -387,7 +378,7 @@ class Peers:
 
     def _leading(self, name: str, want: messages.Push) -> int:
         """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
-        queue = self._copies.queue(self.tiers.look(name))
+        queue = self.copies.queue(self.tiers.look(name))
         count, held = queue.wants, queue.wanted_bytes
         for index, key in enumerate(want.keys):
             chunks = self._store.index.known(key, want.shards)
@@ -396,7 +387,7 @@ class Peers:
             nbytes = sum(chunk.slot.nbytes for chunk in chunks)
             if count >= MAX_WANTS or (held and held + nbytes > self._share_bytes):
                 text = "%s wants more than %d pushes with %d bytes"
-                counted(log, self._env.counters, "wants_limited", text, name, count, held)
+                counted(log, self.env.counters, "wants_limited", text, name, count, held)
                 return index
             held += nbytes
         return len(want.keys)
@@ -404,22 +395,22 @@ class Peers:
     # ---- what lands -------------------------------------------------------------------------
 
     def _push_over(self, push: InboundPush) -> None:
-        offer, name, now = push.offer, push.session.name, self._env.clock()
+        offer, name, now = push.offer, push.session.name, self.env.clock()
         if offer.want and offer.transfer is None and push.landed_bytes:
             self.fetches.landed(name, offer.nbytes * offer.shards, push.landed_bytes, push.opened_at, now)
         if not (offer.want and push.writer.wants[offer.want]):  # else another one brings chunks of another size
             self.fetches.over(name, offer.want, offer.transfer, now)
         if offer.transfer is not None and push.landed_bytes:
-            self._marks.append(messages.Mark(offer.transfer, Event.LANDED, time.monotonic_ns(), push.landed_bytes))
+            self.marks.append(messages.Mark(offer.transfer, Event.LANDED, time.monotonic_ns(), push.landed_bytes))
 
     # ---- time and the end -------------------------------------------------------------------
 
     def turn(self) -> list[Chunk]:
         """After each turn of the control loop: of which chunks slices have landed, or never will."""
         changed: list[Chunk] = []
-        with self._env.faults.contain("the turn of questions to peers"):
-            self.lookups.turn(self._env.clock())
-        with self._env.faults.contain("the turn of pushes from peers"):
+        with self.env.faults.contain("the turn of questions to peers"):
+            self.lookups.turn(self.env.clock())
+        with self.env.faults.contain("the turn of pushes from peers"):
             self.inbound.turn()
             changed, self.inbound.changed = self.inbound.changed, changed
             over, self.inbound.over = self.inbound.over, []
@@ -429,28 +420,28 @@ class Peers:
 
     def tick(self) -> None:
         """A few times a second."""
-        now = self._env.clock()
-        with self._env.faults.contain("the tick of connections"):
+        now = self.env.clock()
+        with self.env.faults.contain("the tick of connections"):
             self.connections.tick()
-        with self._env.faults.contain("the tick of pushes from peers"):
+        with self.env.faults.contain("the tick of pushes from peers"):
             self.inbound.tick()
-        with self._env.faults.contain("what peers wait for in tiers"):
+        with self.env.faults.contain("what peers wait for in tiers"):
             for load in self._loads_late.take(now):
                 self._push_loaded(load)
-        with self._env.faults.contain("the tick of fetches"):
+        with self.env.faults.contain("the tick of fetches"):
             late = self.fetches.tick(now, self._room_since)
             if late:
-                self._env.counters["fetches_late"] += late
+                self.env.counters["fetches_late"] += late
         if now >= self._warm_up_at:
             self._warm_up_at = now + WARM_UP_S
-            with self._env.faults.contain("dialling peers"):
+            with self.env.faults.contain("dialling peers"):
                 self._warm_up()
 
     def _room_since(self, name: str, number: int) -> float:
         peer = self.connections.of(name)
         pushes = self.inbound.of(peer) if peer is not None else []
         push = next((each for each in pushes if each.offer.want == number), None)
-        return 0.0 if push is None else push.opened_at or self._env.clock()
+        return 0.0 if push is None else push.opened_at or self.env.clock()
 
     def _is_warm(self) -> bool:
         return len([name for name in self.connections.roster.names if name != self._name]) <= MAX_WARM
@@ -483,7 +474,7 @@ class Peers:
             state=peer.state if peer is not None else ConnectionState.CLOSED,
             channel=tier.scheme,
             rates=tier.rates,
-            pushes=len(self._copies.of(tier)),
+            pushes=len(self.copies.of(tier)),
             landing=account.pushes,
             sent_bytes=tier.sent_bytes,
             landed_bytes=account.landed_bytes,

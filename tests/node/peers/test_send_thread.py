@@ -1,7 +1,6 @@
 """The thread that writes to a peer: every write that was submitted is answered, whatever becomes of the channel."""
 
 import threading
-from collections import deque
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
 
@@ -300,16 +299,12 @@ class TiersStage(SendingStage):
         connections = SimpleNamespace(
             address_of=lambda name: "", of=lambda name: self.peer, dial=lambda name: self.peer, leave=self.left.append
         )
-        self.tiers = PeerTiers(
-            NodeConfig(address=f"ipc://{folder}/node.sock", channels=["s0"]),
-            self.env,
-            copies=self.copies,
-            regions=SimpleNamespace(regions={"s0": region}, arena=self.arena, probe=Slot(0, 4096, 0)),
-            connections=connections,
-            fetches=SimpleNamespace(lost=lambda name, now: self.gone.append(name)),
-            inbound=SimpleNamespace(session_over=lambda peer, is_dead: self.left.append((peer, is_dead))),
-            marks=deque(),
-        )
+        self.config = NodeConfig(address=f"ipc://{folder}/node.sock", channels=["s0"])
+        self.regions = SimpleNamespace(regions={"s0": region}, arena=self.arena, probe=Slot(0, 4096, 0))
+        self.connections, self.marks = connections, []
+        self.fetches = SimpleNamespace(lost=lambda name, now: self.gone.append(name))
+        self.inbound = SimpleNamespace(session_over=lambda peer, is_dead: self.left.append((peer, is_dead)))
+        self.tiers = PeerTiers(self)
         welcome = Welcome(1, 1, regions=[RemoteRegion("s0", MIB, TOKEN, b"")])
         self.tiers.ready(self.peer, welcome, ["s0"], at_once=True)
         self.tier = self.tiers.tier("b")
