@@ -138,20 +138,8 @@ class Service:
         self.has_news = True  # engines came or went since the last one
         self.gpus = [each.gpu for each in arenas]
         chunk_bytes = self.store.pools[0].total_bytes
-        self.peers = Peers(
-            config,
-            env,
-            epoch=epoch,
-            regions=Regions(config, env, arena, probe=Slot(chunk_bytes, arena.nbytes - chunk_bytes, 0)),
-            store=self.store,
-            copies=self.copies,
-            below=self.tiers,
-            transfers=self.transfers,
-            sessions=self.sessions,
-            marks=self.marks,
-            context=context,
-            poller=poller,
-        )
+        regions = Regions(config, env, arena, probe=Slot(chunk_bytes, arena.nbytes - chunk_bytes, 0))
+        self.peers = Peers(self, regions, context, poller)
         if len(arenas) > 1:
             self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, env)
         self.look_ahead = LookAhead(self)

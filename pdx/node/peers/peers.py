@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
-from pdx.config import NodeConfig, node_name
+from pdx.config import node_name
 from pdx.errors import ConfigError, NodeError, PeerError, ProtocolError
 from pdx.node.peers.connection import ConnectionState, Ending, PeerConnection, refusal, welcome
 from pdx.node.peers.connections import Connections
@@ -30,17 +30,12 @@ from pdx.node.peers.peer_tiers import PeerTiers
 from pdx.node.peers.regions import Regions
 from pdx.store.cache_groups import Goal, restorable
 from pdx.store.chunk import Chunk, Wanted
-from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.deadlines import Deadlines
 from pdx.store.index import Groups
 from pdx.store.lifecycle import State
 from pdx.store.paying import Computing, patience_s
-from pdx.store.store import Store
 from pdx.store.tier import Grant
-from pdx.store.tiers import Tiers
-from pdx.store.transfers import Transfers
-from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
 from pdx.telemetry.host import host_id
 from pdx.telemetry.recent import remember
@@ -52,7 +47,7 @@ from pdx.wire.status import PeerStatus
 from pdx.wire.verbs import Found
 
 if TYPE_CHECKING:
-    from pdx.node.sessions import Sessions
+    from pdx.node.service import Service
 
 log = logging.getLogger("pdx.node")
 
@@ -79,38 +74,25 @@ class Peers:
 
     def __init__(
         self,
-        config: NodeConfig,
-        env: Env,
-        *,
-        epoch: int,
+        node: Service,
         regions: Regions,
-        store: Store,
-        copies: Copies,
-        below: Tiers,
-        transfers: Transfers,
-        sessions: Sessions,
-        marks: deque[messages.Mark],
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         poller: zmq.Poller | None = None,
     ) -> None:
-        """`sessions`: of attached processes, among whose numbers peers get theirs. `marks`: of transfers, to be told to
-        the proxy. `context`, `poller`: see `Connections`.
+        """`context`, `poller`: see `Connections`.
 
         :raises ConfigError: the address to listen at, the keys or the roster cannot be used.
         """
-        self.config = config
-        self.env = env
-        self._name = node_name(config)
-        self._epoch = epoch
-        self._store = store
-        self.copies = copies
-        self._below = below
+        config, env = node.config, node.env
+        self.config, self.env = config, env
+        self._name, self._epoch = node_name(config), node.epoch
+        self._store, self.copies, self._below = node.store, node.copies, node.tiers
         self._loads: Groups[bytes, Load] = Groups()  # by each key that is still to come
         self._loads_late: Deadlines[Load] = Deadlines()
-        self._loading_bytes, self._share_bytes = 0, store.pools[0].total_bytes * config.peer_share
-        self._transfers = transfers
-        self._sessions = sessions
-        self.marks = marks
+        self._loading_bytes, self._share_bytes = 0, node.store.pools[0].total_bytes * config.peer_share
+        self._transfers = node.transfers
+        self._sessions = node.sessions  # of attached processes, among whose numbers peers get theirs
+        self.marks = node.marks  # of transfers, to be told to the proxy
         self._numbers = itertools.count(FIRST_QUESTION)
         self._asked: OrderedDict[int, str | Found | messages.Refused] = (
             OrderedDict()
@@ -118,10 +100,10 @@ class Peers:
         self.on_settle: Callable[[str, messages.Settle], Found]  # what a `Settle` of this peer does; `Controls` says it
         self._warm_up_at = 0.0
         self.regions = regions
-        self.connections = Connections(self, config, env, sessions.numbers, context, poller)
+        self.connections = Connections(self, config, env, node.sessions.numbers, context, poller)
         self.fetches = Fetches(self.connections, config.fetch_s, env)
         self.lookups = Lookups(self.connections, config.peer_lookup_s, env, self._numbers)
-        self.inbound = InboundPushes(config, env, store=store, transfers=transfers, regions=regions)
+        self.inbound = InboundPushes(config, env, store=node.store, transfers=node.transfers, regions=regions)
         self.tiers = PeerTiers(self)
         if context is not None and (config.channels or config.roster or config.listen):
             regions.when_open(self.inbound.start_threads)  # peers are meant to come: be ready before they do

@@ -1,6 +1,5 @@
 """What peers that dialled may ask for: what is here, as far as it may be held for one of them."""
 
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -28,21 +27,12 @@ class Stage(SendingStage):
 
     def __init__(self, folder):
         super().__init__(folder, granules=16, other_granules=16)
-        config = NodeConfig(address=f"ipc://{folder}/node.sock", name="a", peer_share=0.5)
-        self.sessions = Sessions()
-        self.peers = Peers(
-            config,
-            self.env,
-            epoch=1,
-            regions=Regions(config, self.env, self.arena, Slot(0, 4096, 0)),
-            store=self.store,
-            copies=self.copies,
-            below=Tiers(self.store, self.copies, self.env, store_s=1.0, load_s=1.0),
-            transfers=Transfers(self.env),
-            sessions=self.sessions,
-            marks=deque(),
-        )
-        self.tiers = self.peers.tiers
+        self.config = NodeConfig(address=f"ipc://{folder}/node.sock", name="a", peer_share=0.5)
+        self.sessions, self.epoch, self.marks = Sessions(), 1, []
+        self.transfers = Transfers(self.env)
+        self.tiers = Tiers(self.store, self.copies, self.env, store_s=1.0, load_s=1.0)
+        self.peers = Peers(self, Regions(self.config, self.env, self.arena, Slot(0, 4096, 0)))
+        self.peer_tiers = self.peers.tiers
         self.peers.tiers = SimpleNamespace(
             is_pushing=lambda transfer, name: self.copies.of_transfer(transfer, self.way) is not None,
             push=self.push,
@@ -51,7 +41,7 @@ class Stage(SendingStage):
         self.peer = FakeSession(1, "b")
 
     def close(self):
-        self.peers.tiers = self.tiers
+        self.peers.tiers = self.peer_tiers
         self.peers.close()
         self.sessions.close()
         super().close()
