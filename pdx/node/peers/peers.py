@@ -18,7 +18,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
-from pdx.config import node_name
+from pdx.config import NodeConfig, node_name
 from pdx.errors import ConfigError, NodeError, PeerError, ProtocolError
 from pdx.node.peers.connection import ConnectionState, Ending, PeerConnection, refusal, welcome
 from pdx.node.peers.connections import Connections
@@ -36,6 +36,7 @@ from pdx.store.index import Groups
 from pdx.store.lifecycle import State
 from pdx.store.paying import Computing, patience_s
 from pdx.store.tier import Grant
+from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
 from pdx.telemetry.host import host_id
 from pdx.telemetry.recent import remember
@@ -84,7 +85,8 @@ class Peers:
         :raises ConfigError: the address to listen at, the keys or the roster cannot be used.
         """
         config, env = node.config, node.env
-        self.config, self.env = config, env
+        self.config: NodeConfig = config
+        self.env: Env = env
         self._name, self._epoch = node_name(config), node.epoch
         self._store, self.copies, self._below = node.store, node.copies, node.tiers
         self._loads: Groups[bytes, Load] = Groups()  # by each key that is still to come
