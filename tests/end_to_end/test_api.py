@@ -76,22 +76,6 @@ def without_ids(status: int, kind: str, content: bytes) -> Any:
     return status, kind, {name: value for name, value in answer.items() if name not in ("id", "created")}
 
 
-WHOLE: dict[str, dict[str, Any] | None] = {
-    "/version": None,
-    "/tokenize": {"model": MODEL, "prompt": text(1, 30)},
-    "/detokenize": {"model": MODEL, "tokens": [65, 66, 67]},
-    "/v1/messages/count_tokens": {"model": MODEL, "messages": [{"role": "user", "content": text(2, 30)}]},
-    "/v1/completions/render": {"model": MODEL, "prompt": "a"},
-    "/v1/embeddings": TEXTS,
-    "/v1/responses/resp_none": None,
-}
-
-
-@pytest.mark.parametrize("path", WHOLE)
-def test_what_goes_whole_is_answered_as_without_a_proxy(path: str, pair: Pair) -> None:
-    assert without_ids(*raw(pair.proxy.url, path, WHOLE[path])) == without_ids(*raw(pair.decode.url, path, WHOLE[path]))
-
-
 def response(seed: int) -> tuple[str, dict[str, Any]]:
     return "/v1/responses", {"model": MODEL, "input": text(seed, 700), "max_output_tokens": 20, "temperature": 0}
 

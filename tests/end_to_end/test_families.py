@@ -17,10 +17,9 @@ from real_models import text_of, tokens_of
 
 import pdx
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
 
 COUNT = 20  # tokens generated
-QUICK = ("llama", "gptoss", "granite")  # no hybrid, a window, a state
 
 # Lengths of prompts to hit in a cache: shorter than a block, about a block, about the window, beyond a step by one
 # token or many, whole blocks, whole blocks and one token (so that all but the last can be found), several steps.
@@ -48,7 +47,7 @@ def own_hit(family: str, length: int) -> int:
     return 0 if family in UNCACHED else (length - 1) // block * block
 
 
-@pytest.fixture(scope="module", params=[n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in FAMILIES])
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -104,7 +103,6 @@ def test_tokens_depend_on_each_cache_group(engine: Engine, family: str) -> None:
         assert tokens != right, group
 
 
-@pytest.mark.long
 def test_without_pdx_latent_attention_differs_behind_a_token_that_was_computed_alone(forge: Forge) -> None:
     """With vLLM's own rotary embedding for CPUs; so would an answer behind a hit of all tokens but the last. Where this
     test fails, `families` needs the option no more that goes without it, and docs/vllm.md no more to advise it."""
@@ -118,7 +116,6 @@ def test_without_pdx_latent_attention_differs_behind_a_token_that_was_computed_a
             assert all(same) == is_right, same
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_model_with_real_weights_behaves_as_the_tiny_ones_do(forge: Forge, gemma: Path) -> None:
     with forge.engine(gemma) as engine:

@@ -44,9 +44,7 @@ def test_answer_equals_the_plain_engines(name: str, pair: Pair, expected: dict[s
     assert essence(answer) == essence(expected[name])
 
 
-@pytest.mark.parametrize(
-    "name", ["one-token", "two-tokens", "length-300", "length-3000", "many-tokens", "token-ids", "chat", "stop-string"]
-)
+@pytest.mark.parametrize("name", ["one-token", "length-3000", "chat", "stop-string"])
 def test_streamed_answer_equals_the_plain_engines(name: str, pair: Pair, expected: dict[str, Any]) -> None:
     path, body = CASES[name]
     events = list(stream(pair.proxy.url, path, {**body, "stream_options": {"include_usage": True}}))
@@ -61,7 +59,7 @@ def test_streamed_answer_equals_the_plain_engines(name: str, pair: Pair, expecte
 
 def test_a_first_token_that_was_forwarded_is_the_decoders_too(pair: Pair) -> None:
     """The client has it from the prefill engine; the decode engine samples it again, from the KV that it has loaded."""
-    for seed in range(1020, 1036):
+    for seed in range(1020, 1027):
         told: dict[str, str] = {}
         path, body = completion(text(seed, 300 + seed % 7 * 100), max_tokens=8)
         pieces = [event["choices"][0]["text"] for event in stream(pair.proxy.url, path, body, told)]
@@ -133,7 +131,7 @@ def test_second_turn_reuses_what_either_engine_has(pair: Pair) -> None:
 
 
 def test_eight_at_once(pair: Pair, expected: dict[str, Any]) -> None:
-    names = ["length-1000", "length-3000", "shared-1", "shared-2", "chat", "length-40", "token-ids", "many-tokens"]
+    names = ["length-1000", "length-3000", "shared-1", "shared-2", "chat", "length-300", "token-ids", "many-tokens"]
     answers = pair.post_all([CASES[name] for name in names])
     assert [essence(answer) for answer in answers] == [essence(expected[name]) for name in names]
     pair.wait_at_rest()
@@ -161,9 +159,3 @@ def test_timeline_shows_that_nothing_moved_after_prefill(pair: Pair) -> None:
     assert timeline["breakdown"]["moved_bytes"] == 2048 * 4 * 2 * 4 * 64 * 4  # 16 blocks, 4 layers of 4 heads of 64
     # Below 0: the decode engine had all layers before the prefill engine was through with its step.
     assert -10_000 < timeline["breakdown"]["handoff_ms"] < 10_000
-
-
-def test_requests_of_another_model_name_are_refused_by_the_engine(pair: Pair) -> None:
-    path, body = completion("hello")
-    answer = pair.post(path, {**body, "model": "another"})
-    assert answer["http_status"] == 404

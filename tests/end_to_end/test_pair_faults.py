@@ -41,16 +41,8 @@ def wait_prefilling(pair: Pair, answer: Future[Any] | None = None) -> None:
 
 BAD_PARAMS: dict[str, Any] = {
     "unknown-names": {"remote_host": "198.51.100.7", "remote_port": 1, "tp_size": 1 << 62},
-    "empty": {},
-    "no-transfer-id": {"do_remote_prefill": True},
-    "short-transfer-id": {"do_remote_prefill": True, "transfer_id": "x"},
-    "transfer-id-of-wrong-type": {"do_remote_prefill": True, "transfer_id": 7},
-    "huge-transfer-id": {"do_remote_prefill": True, "transfer_id": "x" * 100_000},
     "both-roles": {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "x" * 20},
-    "role-of-wrong-type": {"do_remote_prefill": "yes", "transfer_id": "x" * 20},
-    "unknown-transfer": {"do_remote_prefill": True, "transfer_id": "x" * 20},
-    "absurd-prefill-tokens": {"do_remote_prefill": True, "transfer_id": "x" * 20, "prefill_tokens": 1 << 30},
-    "negative-prefill-tokens": {"do_remote_prefill": True, "transfer_id": "x" * 20, "prefill_tokens": -5},
+    "unknown-transfer": {"do_remote_prefill": True, "transfer_id": "x" * 20, "prefill_tokens": 1 << 30},
     "nested": {"do_remote_prefill": [[[[{}]]]], "transfer_id": {"a": "b"}},
 }
 
@@ -103,14 +95,13 @@ def test_client_gone_while_prefill_computes(pair: Pair) -> None:
 
 
 def test_client_gone_at_once(pair: Pair) -> None:
-    for seed in range(10):
+    for seed in range(4):
         open_request(pair.proxy.url, *completion(text(2110 + seed, 1500))).close()
     pair.wait_at_rest(20)
 
 
-@pytest.mark.parametrize(("tokens", "seeds"), [(1, range(2130, 2133)), (51, range(2140, 2141))])
-def test_client_gone_while_the_decoder_generates(pair: Pair, tokens: int, seeds: range) -> None:
-    for seed in seeds:
+def test_client_gone_while_the_decoder_generates(pair: Pair) -> None:
+    for seed, tokens in ((2130, 1), (2140, 51)):
         events = stream(pair.proxy.url, *completion(text(seed, 1000), max_tokens=2000))
         assert len(list(itertools.islice(events, tokens))) == tokens
         events.close()
