@@ -67,7 +67,6 @@ _SOME = click.IntRange(1)
     is_flag=True,
     help="Empty the engines' own prefix caches before each block; they need VLLM_SERVER_DEV_MODE=1.",
 )
-@option("--detailed", is_flag=True, help="Keep every request's figures too.")
 @option("--out", type=FOLDER, default="pdx-bench/serve", help="Folder.")
 def serve(
     url: str,
@@ -77,7 +76,6 @@ def serve(
     model: str | None,
     tokenizer: str | None,
     slo: str,
-    detailed: bool,
     out: Path,
     **shape: Any,
 ) -> None:
@@ -94,7 +92,7 @@ def serve(
     from pdx.bench.harness import interrupts
     from pdx.bench.harness.report import console
     from pdx.bench.serve.report import Report, Slo
-    from pdx.bench.serve.run import Generator, Settings, Tally, check_limits, find_server, run
+    from pdx.bench.serve.run import Generator, Settings, check_limits, find_server, run
 
     shape["api"] = shape["api"] or ("chat" if shape["workload"] == "chat" else "completions")
     shape["salt"] = shape["salt"] or secrets.token_hex(4)
@@ -108,11 +106,10 @@ def serve(
     async def look() -> list[Server]:
         return [await find_server(address, label, model, admin) for address, label, admin in places]
 
-    tallies = [Tally(server) for server in asyncio.run(look())]
-    servers = [tally.server for tally in tallies]
+    servers = asyncio.run(look())
     check_limits(settings, servers)
     tokenizer = tokenizer or servers[0].root
-    report = Report(settings, objectives, out, tokenizer=tokenizer, is_detailed=detailed)
+    report = Report(settings, objectives, out, tokenizer=tokenizer)
     console.print("loading vLLM's load generator and writing the texts")
     generator = Generator(settings, tokenizer)
 
@@ -120,18 +117,20 @@ def serve(
         console.print(line, markup=False)
 
     try:
-        interrupts.run(run(settings, tallies, generator, say=say))
+        interrupts.run(run(settings, servers, generator, say=say))
         is_complete = True
     except KeyboardInterrupt:
         is_complete = False
         say("interrupted; whole blocks are kept")
-    if not any(tally.blocks for tally in tallies):
+    if not any(server.blocks for server in servers):
         say("nothing was measured")
         sys.exit(INTERRUPTED)
-    files = report.write(tallies, is_complete=is_complete)
-    report.show(tallies)
+    files = report.write(servers, is_complete=is_complete)
+    report.show(servers)
     say("written: " + ", ".join(map(str, files)))
-    is_answered = any(not error for tally in tallies for b in tally.blocks for r in b.results for error in r["errors"])
+    is_answered = any(
+        not error for server in servers for b in server.blocks for r in b.results for error in r["errors"]
+    )
     sys.exit(INTERRUPTED if not is_complete else 0 if is_answered else 1)
 
 

@@ -19,7 +19,7 @@ import numpy
 from rich.table import Table
 
 from pdx.bench.harness.report import console, machine, replace_file
-from pdx.bench.serve.run import BACKENDS, LISTS, Block, Result, Settings, Tally, total
+from pdx.bench.serve.run import BACKENDS, LISTS, Block, Result, Server, Settings, total
 from pdx.errors import ConfigError
 
 PERCENTILES = (50, 95, 99)
@@ -128,26 +128,25 @@ def summary(results: Sequence[Result], slo: Slo) -> Result:
 
 
 class Report:
-    """Makes results of tallies, keeps them in `folder` and shows them."""
+    """Makes results of servers, keeps them in `folder` and shows them."""
 
-    def __init__(self, settings: Settings, slo: Slo, folder: Path, *, tokenizer: str, is_detailed: bool) -> None:
+    def __init__(self, settings: Settings, slo: Slo, folder: Path, *, tokenizer: str) -> None:
         self._settings = settings
         self._slo = slo
         self._folder = folder
         self._tokenizer = tokenizer
-        self._is_detailed = is_detailed
 
-    def result(self, tally: Tally, *, is_complete: bool) -> Result:
+    def result(self, server: Server, *, is_complete: bool) -> Result:
         """All that is known of one server, ready for JSON."""
         settings = self._settings
-        figures = self._figures(tally.blocks)
-        rounds = zip_longest(*(block.results for block in tally.blocks))
+        figures = self._figures(server.blocks)
+        rounds = zip_longest(*(block.results for block in server.blocks))
         rate = "inf" if math.isinf(settings.rate) else settings.rate
         ours = {
             "kind": "pdx-bench-serve",
             "is_complete": is_complete,
             "workload": {**asdict(settings), "rate": rate},
-            "blocks": [self._block(block) for block in tally.blocks],
+            "blocks": [self._block(block) for block in server.blocks],
             "slo_ms": self._slo.bounds(),
             "goodput": figures.pop("goodput"),
             "errors": dict(Counter(filter(None, figures["errors"]))),
@@ -155,35 +154,34 @@ class Report:
                 str(number): summary([one for one in each if one], self._slo)["mean_ttft_ms"]
                 for number, each in enumerate(rounds)
             },
-            "found_tokens": _found(tally.blocks),
-            "client_cpu_share_of_a_core": _cpu_share(tally),
+            "found_tokens": _found(server.blocks),
+            "client_cpu_share_of_a_core": _cpu_share(server),
             "machine": machine(),
         }
         header = {
             "date": time.strftime("%Y%m%d-%H%M%S"),
             "endpoint_type": BACKENDS[settings.api],
             "backend": BACKENDS[settings.api],
-            "label": tally.server.label,
-            "model_id": tally.server.root,
+            "label": server.label,
+            "model_id": server.root,
             "tokenizer_id": self._tokenizer,
             "num_prompts": settings.requests,
             "request_rate": rate,
             "burstiness": 1.0,
             "max_concurrency": settings.concurrency,
         }
-        kept = {key: value for key, value in figures.items() if self._is_detailed or key not in LISTS}
-        return {**header, **kept, "pdx": ours}
+        return {**header, **figures, "pdx": ours}
 
-    def write(self, tallies: Sequence[Tally], *, is_complete: bool) -> list[Path]:
+    def write(self, servers: Sequence[Server], *, is_complete: bool) -> list[Path]:
         """Keep one file for each server, and for two servers their comparison; returns the files."""
-        found = {file_name(each.server.label): self.result(each, is_complete=is_complete) for each in tallies}
-        if len(tallies) == 2:
-            found["comparison.json"] = self.compare(*tallies)
+        found = {file_name(each.label): self.result(each, is_complete=is_complete) for each in servers}
+        if len(servers) == 2:
+            found["comparison.json"] = self.compare(*servers)
         for name, result in found.items():
             replace_file(self._folder / name, (json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
         return [self._folder / name for name in found]
 
-    def compare(self, first: Tally, second: Tally) -> Result:
+    def compare(self, first: Server, second: Server) -> Result:
         """How many times better the first did, in each block that both got through. The blocks are what tells how much
         of a ratio is chance: both did each of them within the same minutes."""
         both = list(zip(first.blocks, second.blocks, strict=False))
@@ -197,28 +195,28 @@ class Report:
         same = [one[key] == other[key] for one, other in answers for key in one.keys() & other.keys()]
         return {
             "kind": "pdx-bench-serve-comparison",
-            "first": first.server.label,
-            "second": second.server.label,
+            "first": first.label,
+            "second": second.label,
             "how": "latencies: second / first; throughput and goodput: first / second; above 1 the first is better",
             "ratios": ratios,
             "answers": {"both_answered": len(same), "same": sum(same)},
         }
 
-    def show(self, tallies: Sequence[Tally]) -> None:
+    def show(self, servers: Sequence[Server]) -> None:
         """Print the table and what is to be said about it."""
         table = Table(title=f"{self._settings.workload}: {self._settings.requests} requests, ms", title_justify="left")
         for column in ("", *SHOWN):
             table.add_column(column, justify="right" if column else "left")
-        figures = {tally.server.label: self._figures(tally.blocks) for tally in tallies}
+        figures = {server.label: self._figures(server.blocks) for server in servers}
         for metric, title in METRICS.items():
             for label, found in figures.items():
                 table.add_row(f"{title} {label}", *(f"{found[f'{name}_{metric}_ms']:,.2f}" for name in SHOWN))
         console.print(table)
-        for tally in tallies:
-            for line in self._remarks(tally, figures[tally.server.label]):
-                console.print(f"{tally.server.label}: {line}", markup=False, soft_wrap=True)
-        if len(tallies) == 2:
-            compared = self.compare(*tallies)
+        for server in servers:
+            for line in self._remarks(server, figures[server.label]):
+                console.print(f"{server.label}: {line}", markup=False, soft_wrap=True)
+        if len(servers) == 2:
+            compared = self.compare(*servers)
             answers = compared["answers"]
             console.print(f"the same text in {answers['same']} of {answers['both_answered']} answers")
             for key in ("mean_ttft_ms", "mean_itl_ms", "request_throughput"):
@@ -226,7 +224,7 @@ class Report:
                     middle = f"{statistics.median(each):.2f} × ({min(each):.2f} to {max(each):.2f})"
                     console.print(f"{key}, times better, block by block: {middle}", markup=False)
 
-    def _remarks(self, tally: Tally, found: Result) -> list[str]:
+    def _remarks(self, server: Server, found: Result) -> list[str]:
         done = f"{found['completed']} done, {found['failed']} failed in {found['duration']:.1f} s"
         lines = [
             f"{done}; {found['request_throughput']:.3f} requests/s, {found['output_throughput']:,.1f} tokens/s"
@@ -236,9 +234,9 @@ class Report:
         lines += [f"missed {', '.join(f'{name}: {count}' for name, count in missed.items())}"] if missed else []
         errors: list[str] = found["errors"]
         lines += [f"{count} requests failed: {error}" for error, count in Counter(errors).items() if error]
-        if (share := _cpu_share(tally)) > BUSY:
+        if (share := _cpu_share(server)) > BUSY:
             lines.append(f"the client used {share:.0%} of one core, and its figures contain that: lower --rate")
-        by_engine = _found(tally.blocks)["engines"]
+        by_engine = _found(server.blocks)["engines"]
         for url, each in by_engine.items():
             parts = ", ".join(f"{each[name]:,.0f} {name}" for name in ("local", "external", "computed"))
             lines.append(f"tokens of prompts at {url.partition('://')[2]}: {parts}")
@@ -276,10 +274,10 @@ def _answers(block: Block) -> dict[tuple[int, int], str]:
     return found
 
 
-def _cpu_share(tally: Tally) -> float:
+def _cpu_share(server: Server) -> float:
     """Of one core, that this process used while requests were under way."""
-    duration_s = sum(result["duration"] for block in tally.blocks for result in block.results)
-    return sum(block.cpu_s for block in tally.blocks) / duration_s if duration_s else 0.0
+    duration_s = sum(result["duration"] for block in server.blocks for result in block.results)
+    return sum(block.cpu_s for block in server.blocks) / duration_s if duration_s else 0.0
 
 
 def _found(blocks: Sequence[Block]) -> Result:

@@ -101,18 +101,6 @@ class Settings:
             raise ConfigError(f"--shared {shared}: each as often as any other, so --requests is a multiple of it")
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A service under test."""
-
-    label: str
-    url: str
-    model: str  # its name there
-    root: str  # where the server has the model from
-    max_tokens: int | None  # of a prompt with its answer
-    engines: tuple[str, ...] = ()  # URLs of vLLM's engines behind it, as far as they are known
-
-
 @dataclass(slots=True)
 class Block:
     """What one server did with one block; a conversation's rounds are results of their own."""
@@ -123,10 +111,15 @@ class Block:
 
 
 @dataclass(slots=True)
-class Tally:
-    """One server's whole blocks so far."""
+class Server:
+    """A service under test, and its whole blocks so far."""
 
-    server: Server
+    label: str
+    url: str
+    model: str  # its name there
+    root: str  # where the server has the model from
+    max_tokens: int | None  # of a prompt with its answer
+    engines: tuple[str, ...] = ()  # URLs of vLLM's engines behind it, as far as they are known
     blocks: list[Block] = field(default_factory=list)
 
 
@@ -353,27 +346,27 @@ class Generator:
 
 
 async def run(
-    settings: Settings, tallies: Sequence[Tally], generator: Generator, *, say: Callable[[str], None]
+    settings: Settings, servers: Sequence[Server], generator: Generator, *, say: Callable[[str], None]
 ) -> None:
-    """Send everything, block by block, each to every server, the first one changing; `tallies` have the whole blocks.
+    """Send everything, block by block, each to every server, the first one changing; they have the whole blocks.
 
     :raises ConfigError: a server does not answer the first request.
     :raises CacheNotReset: an engine's prefix cache is to be emptied, and is not.
     """
-    for tally in tallies if settings.warmups else ():
-        warm = await generator.send(tally.server, generator.warm_up(tally.server.label), "warm-up")
+    for server in servers if settings.warmups else ():
+        warm = await generator.send(server, generator.warm_up(server.label), "warm-up")
         if error := next(filter(None, warm["errors"]), ""):
-            raise ConfigError(f"{tally.server.url} does not answer the first request: {error}")
+            raise ConfigError(f"{server.url} does not answer the first request: {error}")
     requests = generator.workload()
     count = max(1, min(settings.blocks, len(requests)))
     for number in range(count):
         part = requests[len(requests) * number // count : len(requests) * (number + 1) // count]
-        first = number % len(tallies)  # no server is always the first to get a block
-        for tally in (*tallies[first:], *tallies[:first]):
+        first = number % len(servers)  # no server is always the first to get a block
+        for server in (*servers[first:], *servers[:first]):
             if settings.reset_cache:
-                empty_caches(tally.server.engines)
-            say(f"{tally.server.label}: block {number + 1} of {count}, to {tally.server.url}")
-            tally.blocks.append(await _block(settings, tally.server, generator, part, f"{number}"))
+                empty_caches(server.engines)
+            say(f"{server.label}: block {number + 1} of {count}, to {server.url}")
+            server.blocks.append(await _block(settings, server, generator, part, f"{number}"))
 
 
 async def _block(settings: Settings, server: Server, generator: Generator, requests: Sequence[Any], name: str) -> Block:

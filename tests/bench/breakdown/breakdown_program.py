@@ -1,6 +1,6 @@
 """`pdx bench breakdown` with fake systems: python breakdown_program.py HANGS OPTIONS…
 
-HANGS: the number of the request that `nixl` never answers; 0: it answers all. `pdx-tcp` cannot be started.
+HANGS: the number of the request that `nixl` never answers.
 """
 
 import sys
@@ -14,7 +14,6 @@ from pdx.cli.main import main
 hangs = int(sys.argv.pop(1))
 fakes = [
     FakeSystem("pdx", []),
-    FakeSystem("pdx-tcp", [], cannot="the log says why"),
     FakeSystem("nixl", [], hangs=lambda number: number == hangs),
     FakeSystem("plain", []),
 ]

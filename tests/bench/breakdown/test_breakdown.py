@@ -5,7 +5,7 @@ from fake_systems import FakeSystem
 
 from pdx.bench.breakdown import records
 from pdx.bench.breakdown.records import Result
-from pdx.bench.breakdown.turns import Breakdown, Settings, order
+from pdx.bench.breakdown.turns import Breakdown, Settings
 from pdx.bench.harness.prompts import Bodies, Prompts
 from pdx.bench.systems.fleet import Fleet
 from pdx.telemetry import trace
@@ -17,7 +17,6 @@ SETTINGS = {
     "rounds": 2,
     "warmups": 1,
 }
-POINTS = 4
 
 
 class Watcher:
@@ -80,17 +79,6 @@ class Run:
 def folder(tmp_path):
     tmp_path.chmod(0o700)
     return tmp_path
-
-
-def test_systems_take_turns_and_each_begins_as_often():
-    turns = order(Settings(**SETTINGS | {"rounds": 3}), ["a", "b", "c"], all_at_once=True)
-    assert len(turns) == len(set(turns)) == 3 * POINTS * 3
-    points = [turns[start : start + 3] for start in range(0, len(turns), 3)]
-    for group in points:
-        assert len({(turn.round, turn.tokens, turn.concurrency) for turn in group}) == 1
-        assert {turn.system for turn in group} == {"a", "b", "c"}
-    firsts = [group[0].system for group in points]
-    assert {firsts.count(name) for name in "abc"} == {POINTS}
 
 
 def test_a_whole_run(folder):

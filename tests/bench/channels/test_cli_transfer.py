@@ -165,14 +165,10 @@ def test_a_channel_that_is_not_there_is_no_failure_and_one_that_breaks_is(monkey
     ("options", "words"),
     [
         (["--channel", "pigeon"], "no channel between nodes is named 'pigeon'; there are shm"),
-        (["--channel", "inproc"], "no channel between nodes is named 'inproc'"),
         (["--sizes", "64KiB,large"], "'large' is not a size; write for example"),
-        (["--sizes", "0"], "0 is not among possible sizes"),
         (["--sizes", ",".join(map(str, range(1, 18)))], "17 sizes; give 1 to 16"),
         (["--sizes", "64MiB", "--in-flight", "8"], "8 messages of 64 MiB in flight are more than the 256 MiB"),
         (["--in-flight", "1,many"], "'many' is not a number of messages; write for example --in-flight 1,8"),
-        (["--in-flight", "0"], "0 is not among possible numbers in flight"),
-        (["--repeats", "0"], "0 is not in the range 1<=x<=1000"),
         (["--memory", "64TiB"], "and 134217736 are needed: remove what lies there"),
     ],
 )

@@ -91,19 +91,6 @@ def test_the_parts_of_a_request_add_up(rate, tokens, variation):
     assert service.itl_high_s >= service.itl_s
 
 
-@settings(max_examples=examples(30))
-@given(RATES, st.integers(1, 6), st.integers(1, 6), st.floats(1.05, 4))
-def test_more_is_never_worse(rate, prefillers, decoders, times):
-    chosen = case(rate=rate)
-    service = chosen.split(prefillers, decoders)
-    assert chosen.split(prefillers + 1, decoders).ttft_high_s <= service.ttft_high_s + 1e-9
-    assert chosen.split(prefillers, decoders + 1).itl_high_s <= service.itl_high_s + 1e-9
-    wider = case(rate=rate, wire=40e9 * times).split(prefillers, decoders)
-    assert wider.request.handoff_s <= service.request.handoff_s + 1e-12
-    assert chosen.at(rate * times).split(prefillers, decoders).ttft_high_s >= service.ttft_high_s - 1e-9
-    assert chosen.mixed(prefillers + 1, 512).ttft_high_s <= chosen.mixed(prefillers, 512).ttft_high_s + 1e-9
-
-
 def test_beyond_its_capacity_a_deployment_says_what_is_too_small():
     limits = case(rate=1000.0, wire=1e9).split(2, 2).limits
     texts = "\n".join(limit.text for limit in limits)
@@ -141,15 +128,6 @@ def test_the_roofline_of_a_step():
     assert one.step_s(1, 0) == pytest.approx(0.003 + weights / (3350e9 * 0.7), rel=0.02)
     assert one.step_s(0, 0, 8192) == pytest.approx(0.003 + (2 * 6.98e9 * 8192 + 1.76e13) / (989e12 * 0.5), rel=0.02)
     assert one.prefill_s(20_000) > one.prefill_s(8192) + one.prefill_s(11_808)
-
-
-@given(st.integers(1, 200), st.integers(0, 50_000), st.integers(0, 8192))
-def test_a_step_grows_with_all_it_does(batch, context, chunk):
-    one = engine("llama-3.1-70b", "h100", 4)
-    step_s = one.step_s(batch, context, chunk)
-    assert step_s <= one.step_s(batch + 1, context, chunk)
-    assert step_s <= one.step_s(batch, context + 1, chunk)
-    assert step_s <= one.step_s(batch, context, chunk + 1)
 
 
 # Prompt lengths and mean TTFT in ms without the transfer: Mooncake's documentation, Qwen3-8B on 8 H800 per engine.

@@ -66,12 +66,6 @@ def test_kv():
     assert PRESETS["deepseek-v3"].kv_token_bytes == 61 * (512 + 64) * 2
 
 
-def test_ranks_split_heads_but_not_latents():
-    llama = PRESETS["llama-3.1-8b"]
-    assert [llama.rank_share(tp) for tp in (1, 4, 8, 16)] == [1, 1 / 4, 1 / 8, 1 / 8]
-    assert PRESETS["deepseek-v3"].rank_share(8) == 1
-
-
 def test_config_files(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
@@ -102,12 +96,3 @@ def test_the_tiny_preset_is_the_model_of_the_benches():
 def test_what_is_wrong_with_a_config_is_said(change, words):
     with pytest.raises(ConfigError, match=words):
         shapes_of(LLAMA | change)
-
-
-def test_unknown_models_and_files_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="'gpt-9' is neither a file, nor one of llama-3.2-3b"):
-        find_model("gpt-9")
-    broken = tmp_path / "config.json"
-    broken.write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
-        find_model(str(broken))

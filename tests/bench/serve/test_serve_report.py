@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.bench.serve.report import Report, Slo, file_name, ratio, summary
-from pdx.bench.serve.run import Block, Server, Settings, Tally
+from pdx.bench.serve.run import Block, Server, Settings
 from pdx.bench.systems.engine_metrics import Found
 from pdx.errors import ConfigError
 
@@ -33,9 +33,9 @@ def result(*requests, duration=2.0):
     }
 
 
-def tally(label, *blocks):
-    server = Server(label, f"http://{label}", "toy", "/models/toy", None)
-    return Tally(server, [Block([each], 1.0, {"http://e": Found(60.0, 30.0, 10.0)}) for each in blocks])
+def served(label, *blocks):
+    made = [Block([each], 1.0, {"http://e": Found(60.0, 30.0, 10.0)}) for each in blocks]
+    return Server(label, f"http://{label}", "toy", "/models/toy", None, blocks=made)
 
 
 def test_written_objectives():
@@ -86,9 +86,9 @@ def test_figures_are_over_all_blocks_and_without_what_failed():
 
 
 def test_two_services_are_compared_block_by_block(tmp_path):
-    report = Report(SETTINGS, Slo(), tmp_path, tokenizer="t", is_detailed=False)
-    one = tally("one", result((1.0, ""), (1.0, "")), result((2.0, ""), (2.0, "gone")))
-    other = tally("other", result((2.0, ""), (1.0, "")), result((3.0, ""), (3.0, "")), result((9.0, "")))
+    report = Report(SETTINGS, Slo(), tmp_path, tokenizer="t")
+    one = served("one", result((1.0, ""), (1.0, "")), result((2.0, ""), (2.0, "gone")))
+    other = served("other", result((2.0, ""), (1.0, "")), result((3.0, ""), (3.0, "")), result((9.0, "")))
     found = report.compare(one, other)
     assert found["ratios"]["mean_ttft_ms"]["blocks"] == pytest.approx([1.5, 1.5])
     assert found["ratios"]["request_throughput"]["blocks"] == pytest.approx([1.0, 0.5])
@@ -98,19 +98,18 @@ def test_two_services_are_compared_block_by_block(tmp_path):
 
 def test_answers_are_compared_by_conversation(tmp_path):
     """One that failed has no later rounds, so that those of the others move up."""
-    one, other = tally("one"), tally("other")
+    one, other = served("one"), served("other")
     one.blocks.append(Block([result((1.0, ""), (2.0, "")), result((3.0, ""), (4.0, ""))]))
     other.blocks.append(Block([result((1.0, "gone"), (2.0, "")), result((4.0, ""))]))
-    found = Report(SETTINGS, Slo(), tmp_path, tokenizer="t", is_detailed=False).compare(one, other)
+    found = Report(SETTINGS, Slo(), tmp_path, tokenizer="t").compare(one, other)
     assert found["answers"] == {"both_answered": 2, "same": 2}
 
 
-def test_each_request_is_kept_where_that_is_asked(tmp_path):
-    blocks = tally("a b", result((1.0, "")), result((2.0, "gone")))
-    for is_detailed in (False, True):
-        report = Report(SETTINGS, Slo(ttft=1500), tmp_path, tokenizer="t", is_detailed=is_detailed)
-        found = report.result(blocks, is_complete=True)
-        assert ("ttfts" in found) == is_detailed
+def test_each_request_is_kept(tmp_path):
+    blocks = served("a b", result((1.0, "")), result((2.0, "gone")))
+    report = Report(SETTINGS, Slo(ttft=1500), tmp_path, tokenizer="t")
+    found = report.result(blocks, is_complete=True)
+    assert len(found["ttfts"]) == 2
     assert found["pdx"]["errors"] == {"gone": 1}
     assert found["pdx"]["found_tokens"]["all"] == {"computed": 120.0, "local": 60.0, "external": 20.0}
     assert found["pdx"]["client_cpu_share_of_a_core"] == 0.5

@@ -223,11 +223,8 @@ def test_the_engines_behind_a_proxy_are_asked(bench, tokenizer):
         (["--input-len", 99, "--output-len", 2], "101 tokens"),
         (["--model", "other", *SMALL], "no model 'other' (it has: toy)"),
         (["--tokenizer", "/nowhere/to/be/found", *SMALL], "the tokenizer '/nowhere/to/be/found' cannot be loaded"),
-        (["--label", "a", "--label", "b", *SMALL], "--label is given 2 times for 1 services"),
         (["--compare", "http://127.0.0.1:1", *SMALL], "no OpenAI server answers at http://127.0.0.1:1/v1/models"),
         (["--compare", "http://other", "--label", "a/b", "--label", "a b", *SMALL], "do not tell the services apart"),
-        (["--slo", "speed=1s", *SMALL], "speed=1s"),
-        (["--rate", "0", *SMALL[:4]], "--rate 0"),
     ],
 )
 def test_what_cannot_be_run_is_refused(bench, tokenizer, argv, named):

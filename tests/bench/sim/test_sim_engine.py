@@ -8,7 +8,6 @@ from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.node import SimulatedNode
 from pdx.bench.sim.requests import Trace
 from pdx.bench.sim.simulation import simulate
-from pdx.errors import ConfigError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.proxy.config import Routing
 
@@ -37,12 +36,6 @@ def test_what_host_memory_has_is_copied_and_the_rest_computed():
     assert result.ttft_s.p99 == pytest.approx(prefill_s(20))
     second_s = 2 * result.ttft_s.mean - prefill_s(20)
     assert second_s == pytest.approx(copy_s + MODEL.step_s(0, 0, 1, 20 * BLOCK - 1)), "the last token is computed"
-
-
-def test_a_prompt_cuts_the_steps_that_were_taken_at_once():
-    slow = request(range(20), output=2000)
-    result = simulate(of(slow, request(range(100, 110), at_s=1.0)), case())
-    assert result.ttft_s.p50 < 2 * (prefill_s(10) + MODEL.step_s(1, 40 * BLOCK)), "not behind hundreds of steps"
 
 
 def test_what_fell_to_the_disk_is_loaded_again_and_counts_as_the_disks():
@@ -89,11 +82,6 @@ def test_the_same_gives_the_same_bit_by_bit(policy):
     assert msgspec.json.encode(first) == msgspec.json.encode(second)
     assert first.tiers[0].evicted_blocks > 0 or policy == "age:5"
     assert first.tiers[1].evicted_blocks > 0
-
-
-def test_too_little_memory_is_refused_with_what_would_do():
-    with pytest.raises(ConfigError, match=r"--host: 100 blocks are too few .* at least 2.15GB"):
-        simulate(of(request(range(20))), case(blocks=100))
 
 
 # ---- the tier, driven by a real node's copies ------------------------------------------------

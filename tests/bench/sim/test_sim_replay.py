@@ -35,11 +35,6 @@ def test_hit_rates_are_those_of_an_independent_simulation(synthetic, policy, way
     assert 100 * replay(synthetic, policy, blocks, way) == pytest.approx(percent, abs=0.3)
 
 
-@pytest.mark.long
-def test_gittins_finds_no_less_than_the_better_of_lru_and_s3fifo(synthetic):
-    assert 100 * replay(synthetic, "gittins", 20_000) >= 58.2
-
-
 @pytest.mark.parametrize("way", [REQUEST, EACH])
 def test_nothing_finds_more_than_belady_and_belady_no_more_than_a_store_that_forgets_nothing(way):
     trace = some(80)
@@ -82,11 +77,7 @@ def test_belady_is_the_best_of_all_choices():
         (['{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}'], "at least a token"),
         (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1, 1]}'], "different numbers"),
         (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [-1]}'], "OverflowError"),
-        (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ["a"]}'], "different numbers"),
-        (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1.5]}'], "different numbers"),
-        (['{"timestamp": 0, "input_length": 9, "output_length": -1, "hash_ids": [1]}'], "at least a token"),
         (['{"timestamp": Infinity, "input_length": 9, "output_length": 1, "hash_ids": [1]}'], "a time"),
-        (['{"timestamp": NaN, "input_length": 9, "output_length": 1, "hash_ids": [1]}'], "a time"),
         ([], "has no requests"),
     ],
 )

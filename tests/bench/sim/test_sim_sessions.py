@@ -25,19 +25,6 @@ def test_they_have_the_statistics_that_were_published_of_sharegpt():
     assert sum(count > 4096 for count in tokens.values()) / 6000 == pytest.approx(0.30, abs=0.02)
 
 
-def test_sessions_come_at_their_rate_and_turns_after_their_thinking():
-    found = turns(replace(ASKED, rate=2.0, think_s=30.0))
-    first, gaps, last = {}, [], {}
-    for turn in found:
-        first.setdefault(turn.session, turn.at_s)
-        if turn.session in last:
-            gaps.append(turn.at_s - last[turn.session])
-        last[turn.session] = turn.at_s
-    assert max(first.values()) == pytest.approx(3000, rel=0.05)
-    assert statistics.fmean(gaps) == pytest.approx(30.0, rel=0.05)
-    assert found == sorted(found, key=lambda turn: turn.at_s)
-
-
 def of_sessions(trace):
     sessions = {}
     for request in trace.requests:
