@@ -69,7 +69,7 @@ def run(config: NodeConfig) -> None:
     :raises GpuError: there is no such GPU, or its memory cannot be shared.
     """
     stop = False
-    daemon: Daemon | None = None
+    running: list[Daemon] = []
     descriptors.raise_limit()
     near = choose(config.numa, config.gpu)
     run_on(near)  # before there are other threads
@@ -77,12 +77,13 @@ def run(config: NodeConfig) -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal stop
         stop = True
-        if daemon is not None:
-            daemon.env.mailbox.post(lambda: None)  # its turn ends at once
+        for each in running:
+            each.env.mailbox.post(lambda: None)  # its turn ends at once
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
     with Daemon(config, near=near) as daemon:
+        running.append(daemon)
         place = f" on GPU {config.gpu}" if config.gpu else ""
         log.info("node at %s with %d MiB%s", config.address, config.arena_bytes >> 20, place)
         gc.freeze()  # the index lives as long as the node: a walk of Python's collector through it takes 0.1 s and more

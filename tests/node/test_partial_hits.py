@@ -199,6 +199,14 @@ def test_a_chunk_that_begins_alike_is_loaded(bed, below):
     assert bed.look("abxy") == (0, 0, []), "it is nowhere any more"
 
 
+def test_what_begins_with_no_more_of_it_than_memory_has_is_not_loaded(bed, below):
+    bed.keep("abcd")
+    bed.forget()
+    bed.keep("abxy")
+    assert bed.look("abzz") == (0, 2, ["abxy"])
+    assert bed.there() == ["abxy"]
+
+
 def test_it_is_loaded_also_where_all_whole_chunks_are_hits_and_room_is_had_behind_it(bed, below):
     bed.keep("abcdefgh")
     bed.forget()
