@@ -510,6 +510,15 @@ def test_the_name_of_a_session_finds_nothing_of_another_tenant(bed):
     assert not bed.below.keys & set(keys(range(8)))
 
 
+def test_another_tenants_keys_are_as_if_they_were_not_there(bed):
+    bed.request(range(8), Hints("s", salt=A))
+    verdicts = bed.advise(Hints("", salt=B, lease_s=60.0, demote=[""], ttl_s=5.0, priority=9, reuse_s=9.0), range(8))
+    assert set(outcomes(verdicts).values()) == {"refused"}
+    bed.settle()
+    bed.wait(6)
+    assert bed.there(range(8)) == list(range(8))
+
+
 def test_a_prefetch_without_a_tier_below_says_so(beds):
     bed = beds(has_tier=False)
     bed.request(range(8), Hints("s"))

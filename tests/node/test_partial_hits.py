@@ -202,7 +202,7 @@ def test_a_chunk_that_begins_alike_is_loaded(bed, below):
 def test_what_begins_with_no_more_of_it_than_memory_has_is_not_loaded(bed, below):
     bed.keep("abcd")
     bed.forget()
-    bed.keep("abxy")
+    bed.keep("abxy", lease_s=0.0)
     assert bed.look("abzz") == (0, 2, ["abxy"])
     assert bed.there() == ["abxy"]
 
