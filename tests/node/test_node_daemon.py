@@ -307,7 +307,6 @@ PARTS = {
     "transfers": lambda daemon: (daemon.service.transfers, "expire"),
     "connections": lambda daemon: (daemon._peers.connections, "tick"),
     "roster": lambda daemon: (daemon._peers.connections.roster, "refresh"),
-    "tiers": lambda daemon: (daemon._peers.tiers, "tick"),
     "receiver": lambda daemon: (daemon._peers.inbound, "tick"),
     "pushes": lambda daemon: (daemon._peers.inbound, "turn"),
     "fetches": lambda daemon: (daemon._peers.fetches, "tick"),
