@@ -174,6 +174,14 @@ class PeerConnection:
         self.state, self.why = ConnectionState.CLOSED, why
 
 
+def key_after(before: PeerConnection | None, keys: Sequence[str]) -> str:
+    """Which of its keys a peer is to prove that is dialled: what it proved last, and another one where nobody has
+    answered by that."""
+    if before is None or before.key not in keys:
+        return keys[0]
+    return next((key for key in keys if not before.epoch and key != before.key), before.key)
+
+
 class Epochs:
     """Epochs by name. One that was followed by another of the same name has ended and never comes back. Bounded."""
 

@@ -13,7 +13,7 @@ later, the rival is refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import zmq
@@ -28,9 +28,11 @@ from pdx.node.peers.connection import (
     Rival,
     check_hello,
     check_welcome,
+    key_after,
     refusal,
 )
 from pdx.security.address import check_address
+from pdx.security.curve_keys import KeyPair
 from pdx.security.own_key import OwnKey
 from pdx.security.peer_socket import Arrival, PeerSocket, dialled, receive
 from pdx.security.roster import Roster
@@ -86,8 +88,7 @@ class Connections:
             self._discovery = discovery(config.discover, env.counters, has_keys=self.own is not None)
         # A node that was stopped, or starved, heard nobody; that is not the others' silence.
         self._clock = WakingClock(self._timeout_s / 4, env.clock)
-        self._now = self._clock()
-        self._next_ping = self._now
+        self._now = self._next_ping = self._clock()
         self._last: dict[str, PeerConnection] = {}  # by name: the one that counts, or the last that did
         self._by_route: dict[bytes, PeerConnection] = {}  # of peers that dialled
         self._by_socket: dict[zmq.Socket[bytes], PeerConnection] = {}  # of peers that were dialled
@@ -173,7 +174,7 @@ class Connections:
         if name == own.name or self._context is None:
             raise PeerUnknown(f"{name!r} is this node itself")
         found = self.roster.entry(name)
-        entry = PeerEntry(name, found.address, self._key_of(name, found.keys))
+        entry = PeerEntry(name, found.address, key_after(self._last.get(name), found.keys))
         socket = dialled(self._context, entry, self.own, self._timeout_s)
         peer = self._new(name, socket)
         peer.address, peer.key, peer.is_wanted = entry.address, entry.public_key, is_wanted
@@ -181,14 +182,6 @@ class Connections:
         self._poller.register(socket, zmq.POLLIN)
         peer.post(own)
         return peer
-
-    def _key_of(self, name: str, keys: Sequence[str]) -> str:
-        """Which of its keys a peer is to prove that is dialled: what it proved last, and another one where nobody has
-        answered by that."""
-        before = self._last.get(name)
-        if before is None or before.key not in keys:
-            return keys[0]
-        return next((key for key in keys if not before.epoch and key != before.key), before.key)
 
     def leave(self, peer: PeerConnection, refusal: str = "") -> None:
         """End it: this node will write nothing more to that peer, so close the channels to it before. With a reason, a
@@ -226,12 +219,9 @@ class Connections:
                 self._forget_strangers()
             if self._discovery is not None:
                 self.roster.find(self._discovery.found)
-        with self._env.faults.contain("the node's key"):
             own = self._own_key.after(self.own, self.roster, self._name, self.address)
             if own is not None and own != self.own:
-                self._listening.prove(own, self._poller)  # where that fails it is tried again at the next tick
-                self.own = own
-                log.info("new connections have the node's new key, %s", own.public)
+                self._prove(own)
         self._heed()
         is_ping_due = self._now >= self._next_ping
         if is_ping_due:
@@ -243,6 +233,16 @@ class Connections:
                     peer.send(Ping())
             if failures:
                 self._end_failed(peer)
+
+    def _prove(self, own: KeyPair) -> None:
+        """Where this fails it is tried again at the next tick."""
+        try:
+            self._listening.prove(own, self._poller)
+        except (ConfigError, OSError, zmq.ZMQError) as error:
+            self._env.faults.warn("the node's key", f"the node's new key is not used yet: {error}")
+            return
+        self.own = own
+        log.info("new connections have the node's new key, %s", own.public)
 
     def close(self) -> None:
         """Say bye to all and close the sockets. From before that nothing may be written to a peer any more.

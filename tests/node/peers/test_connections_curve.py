@@ -146,6 +146,7 @@ def test_a_key_is_exchanged_while_the_node_runs_and_the_old_one_is_worth_nothing
         short.setattr(os, "open", full)
         beta.connections.tick()
     assert beta.connections.public_key == old.public, "that one is proved still"
+    assert not beta.counters["internal_errors"]
     cluster.tick()
     assert beta.connections.public_key == new.public
     assert not alpha.core.saw("over"), "the connection stays"
