@@ -1,19 +1,18 @@
 """What is asked of a deployment, two ways to serve it with so many engines, and what each costs its requests.
 
-Disaggregated: a line before the prefill engines (M/G/c), then decode engines with a steady batch (Little's law).
+Disaggregated: a line before the prefill engines (M/D/c), then decode engines with a steady batch (Little's law).
 Mixed: each engine does both, prompts in chunks beside the tokens that it decodes. Seconds, tokens; pure.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from typing import Literal
 
 import msgspec
 
 from pdx.bench.plan.machines import INF, Engine
-from pdx.bench.plan.queue import Line, poisson_high, spread, steady
+from pdx.bench.plan.queue import Line, poisson_high, steady
 from pdx.bench.plan.transfer import Overlap, group_of, load_s, overlap
 from pdx.bench.plan.units import show_time
 from pdx.errors import ConfigError
@@ -33,9 +32,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Poisson arrivals."""
 
     rate: float  # requests per second
-    input_tokens: int  # mean
+    input_tokens: int  # of each prompt
     output_tokens: int  # mean; its spread does not matter to the mean number of requests that decode
-    input_variation: float = 0.0  # coefficient of variation of the prompt's length
     reuse: float = 0.0  # share of each prompt whose KV is loaded instead of computed
     reuse_bytes_s: float = 0.0  # from host memory or storage, in effect
 
@@ -48,27 +46,24 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         if self.reuse and self.reuse_bytes_s <= 0:
             raise ConfigError("--reuse needs the speed of the link that it comes over: --reuse-link 200Gbps")
 
-    def prompts(self) -> tuple[int, ...]:
-        """Equally likely lengths."""
-        return spread(self.input_tokens, self.input_variation)
+    @property
+    def reused(self) -> int:
+        """Tokens of a prompt that are loaded; at least one is always computed."""
+        return min(self.input_tokens - 1, int(self.input_tokens * self.reuse))
 
-    def reused(self, tokens: int) -> int:
-        """Tokens of such a prompt that are loaded; at least one is always computed."""
-        return min(tokens - 1, int(tokens * self.reuse))
+    @property
+    def new(self) -> int:
+        """Those that are computed."""
+        return self.input_tokens - self.reused
 
-    def load_s(self, tokens: int, token_bytes: float) -> float:
-        """Loading what is reused of such a prompt, while the request waits and the engine does others."""
-        reused = self.reused(tokens)
-        return load_s(reused, token_bytes, self.reuse_bytes_s) if reused else 0.0
+    def load_s(self, token_bytes: float) -> float:
+        """Loading what is reused of a prompt, while the request waits and the engine does others."""
+        return load_s(self.reused, token_bytes, self.reuse_bytes_s) if self.reused else 0.0
 
     @property
     def context(self) -> float:
         """Tokens behind a request that decodes, on average over its life."""
-        return self.mean_prompt + self.output_tokens / 2
-
-    @property
-    def mean_prompt(self) -> float:
-        return statistics.fmean(self.prompts())
+        return self.input_tokens + self.output_tokens / 2
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,15 +154,9 @@ class Batch(msgspec.Struct, frozen=True):
     step_high_s: float
 
 
-def prompt_service_s(engine: Engine, work: Workload, tokens: int) -> float:
-    """What one prompt takes of a prefill engine."""
-    reused = work.reused(tokens)
-    return engine.prefill_s(tokens - reused, reused)
-
-
 def prefill_line(engine: Engine, work: Workload, servers: int) -> Line:
     """Before so many prefill engines."""
-    return Line(work.rate, [prompt_service_s(engine, work, tokens) for tokens in work.prompts()], servers)
+    return Line(work.rate, engine.prefill_s(work.new, work.reused), servers)
 
 
 def steady_batch(engine: Engine, rate: float, work: Workload, share: float) -> Batch | None:
@@ -186,7 +175,7 @@ def steady_batch(engine: Engine, rate: float, work: Workload, share: float) -> B
 
 def max_batch(engine: Engine, work: Workload) -> float:
     """Requests whose KV fits into one engine."""
-    return engine.kv_room_tokens / (work.mean_prompt + work.output_tokens)
+    return engine.kv_room_tokens / (work.input_tokens + work.output_tokens)
 
 
 def _most(engine: Engine, work: Workload) -> float:
@@ -194,10 +183,9 @@ def _most(engine: Engine, work: Workload) -> float:
     return min(max_batch(engine, work), MOST_REQUESTS) - 1
 
 
-def transfer(engine: Engine, link: Link, work: Workload, tokens: int) -> Overlap:
+def transfer(engine: Engine, link: Link, tokens: int, reused: int = 0) -> Overlap:
     """One prompt's way to the decode engine's node: what is reused leaves first, the rest layer by layer."""
-    shapes, reused = engine.shapes, work.reused(tokens)
-    steps = engine.prefill_steps(tokens - reused, reused)
+    shapes, steps = engine.shapes, engine.prefill_steps(tokens - reused, reused)
     if reused:
         steps = [(reused, 0.0), *steps]
     return overlap(
@@ -216,19 +204,17 @@ def disaggregated(
     """What so many prefill and decode engines do."""
     line = prefill_line(engine, work, prefillers)
     batch = steady_batch(engine, work.rate / decoders, work, slo.share)
-    lengths = work.prompts()
-    ways = [transfer(engine, link, work, tokens) for tokens in lengths]
-    loads_s = statistics.fmean(work.load_s(tokens, engine.kv_token_bytes) for tokens in lengths)
-    exposed_s = statistics.fmean(way.exposed_s for way in ways)
+    way = transfer(engine, link, work.input_tokens, work.reused)
+    loads_s = work.load_s(engine.kv_token_bytes)
     request = Request(
         request_s=request_s,
         queue_s=line.wait_s,
         load_s=loads_s,
         prefill_s=line.service_s,
-        wire_s=exposed_s,
-        wire_hidden_s=max(0.0, statistics.fmean(way.wire_s for way in ways) - exposed_s),
+        wire_s=way.exposed_s,
+        wire_hidden_s=max(0.0, way.wire_s - way.exposed_s),
         control_s=link.control_s,
-        scatter_s=work.mean_prompt * engine.kv_token_bytes / link.scatter_bytes_s,
+        scatter_s=work.input_tokens * engine.kv_token_bytes / link.scatter_bytes_s,
         first_decode_s=batch.step_s if batch else INF,
     )
     gaps = max(1, work.output_tokens - 1)  # one of them has the handoff in it
@@ -249,9 +235,9 @@ def disaggregated(
         longest_gap_s=max(high_s, request.second_gap_s),
         itl_high_s=max(itl_s, high_s, request.second_gap_s if 1 / gaps > 1 - slo.share else 0.0),
         request=request,
-        overlap=ways[len(ways) // 2],
+        overlap=way,
     )
-    load = work.rate * statistics.fmean(way.nbytes for way in ways) / link.wire_bytes_s
+    load = work.rate * way.nbytes / link.wire_bytes_s
     busy: dict[Literal["prefill", "decode"], float] = {"prefill": load / prefillers, "decode": load / decoders}
     return msgspec.structs.replace(
         service, limits=_limits(service, slo, busy) + _reuse_limits(engine, work, prefillers)
@@ -260,16 +246,15 @@ def disaggregated(
 
 def mixed(engine: Engine, work: Workload, slo: Slo, *, engines: int, chunk: int, request_s: float) -> Service:
     """What so many ordinary engines do, with prompts in chunks of at most `chunk` tokens beside the decoding."""
-    lengths = work.prompts()
     steps = MixedSteps(engine, work, work.rate / engines, chunk)
     room, tokens = max_batch(engine, work), work.output_tokens - 1
     batch = steady(lambda mean: work.rate / engines * tokens * steps.at(1 + mean).itl_s, _most(engine, work))
-    loads_s = statistics.fmean(work.load_s(tokens, engine.kv_token_bytes) for tokens in lengths)
+    loads_s = work.load_s(engine.kv_token_bytes)
     mean = steps.at(1 + batch) if batch is not None else MixedState(INF, INF, steps.at(0.0).busy, INF)
     high = steps.at(1 + poisson_high(batch, slo.share)) if batch is not None else mean
     ttft_s = ttft_high_s = INF
     if batch is not None and mean.busy < 1:
-        line = Line(work.rate, [steps.count(tokens) * mean.with_chunk_s for tokens in lengths], engines)
+        line = Line(work.rate, steps.chunks * mean.with_chunk_s, engines)
         head_s = request_s + loads_s + (1 - mean.busy) * mean.alone_s / 2  # what is left of the step under way
         ttft_s = head_s + line.wait_s + line.service_s
         ttft_high_s = max(ttft_s, head_s + line.response_s(slo.share))
@@ -308,15 +293,10 @@ class MixedSteps:
     """
 
     def __init__(self, engine: Engine, work: Workload, rate: float, chunk: int) -> None:
-        new = [tokens - work.reused(tokens) for tokens in work.prompts()]
-        self._engine, self._work, self._budget, self._rate = engine, work, chunk, rate
-        self.chunks = statistics.fmean(len(engine.chunks(tokens, chunk)) for tokens in new)  # per request
-        self._size = statistics.fmean(new) / self.chunks
-        self._before = work.mean_prompt - statistics.fmean(new) / 2  # tokens before a chunk, on average
-
-    def count(self, tokens: int) -> int:
-        """Chunks of such a prompt."""
-        return len(self._engine.chunks(tokens - self._work.reused(tokens), self._budget))
+        self._engine, self._work, self._rate = engine, work, rate
+        self.chunks = len(engine.chunks(work.new, chunk))  # per request
+        self._size = work.new / self.chunks
+        self._before = work.input_tokens - work.new / 2  # tokens before a chunk, on average
 
     def at(self, batch: float) -> MixedState:
         """While so many requests decode."""
@@ -332,8 +312,7 @@ def _reuse_limits(engine: Engine, work: Workload, engines: int) -> list[Limit]:
     """What is reused comes over a link of each engine, which has to carry it."""
     if not work.reuse:
         return []
-    tokens = statistics.fmean(work.reused(tokens) for tokens in work.prompts())
-    busy = work.rate / engines * tokens * engine.kv_token_bytes / work.reuse_bytes_s
+    busy = work.rate / engines * work.reused * engine.kv_token_bytes / work.reuse_bytes_s
     text = f"the link that reused KV comes over would have to carry {busy:.0%} of what it can"
     return [Limit("prefill", text)] if busy >= 1 else []
 

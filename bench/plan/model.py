@@ -257,7 +257,7 @@ def _remarks(case: Case, split: Service | None, mixed: Service | None) -> list[s
             f"{show_time(mixed.itl_high_s)}; longest gap {show_time(split.longest_gap_s)}, once per request "
             f"at the handoff, and {show_time(mixed.longest_gap_s)} at every chunk of somebody's prompt"
         )
-    prompt_s = case.engine.prefill_s(case.work.input_tokens - case.work.reused(case.work.input_tokens))
+    prompt_s = case.engine.prefill_s(case.work.new)
     if prompt_s < case.slo.itl_s:
         found.append(
             f"prompts are short: one is computed in {show_time(prompt_s)}, within the {show_time(case.slo.itl_s)} that "
@@ -271,16 +271,15 @@ def _remarks(case: Case, split: Service | None, mixed: Service | None) -> list[s
     work, engine = case.work, case.engine
     if not work.reuse:
         return found
-    reused = work.reused(work.input_tokens)
-    saved_s = engine.prefill_s(work.input_tokens) - engine.prefill_s(work.input_tokens - reused, reused)
-    load_s = work.load_s(work.input_tokens, engine.kv_token_bytes)
+    saved_s = engine.prefill_s(work.input_tokens) - engine.prefill_s(work.new, work.reused)
+    load_s = work.load_s(engine.kv_token_bytes)
     verb = "pays" if load_s < saved_s else "does not shorten TTFT"
     found.append(
-        f"reuse {verb}: {reused:,} tokens load in {show_time(load_s)} and save {show_time(saved_s)} of prefill"
+        f"reuse {verb}: {work.reused:,} tokens load in {show_time(load_s)} and save {show_time(saved_s)} of prefill"
     )
     return found
 
 
 def _hiding(case: Case, tokens: int) -> Hiding:
-    way = transfer(case.engine, case.link, msgspec.structs.replace(case.work, reuse=0.0), tokens)
+    way = transfer(case.engine, case.link, tokens)
     return Hiding(tokens, way.hidden_bytes_share, way.exposed_s, way.wire_s, way.prefill_s)

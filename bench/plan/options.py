@@ -37,7 +37,6 @@ def ask(options: Any) -> Asked:
         rate=options.rate,
         input_tokens=parse_count(options.input_tokens),
         output_tokens=parse_count(options.output_tokens),
-        input_variation=options.input_variation,
         reuse=options.reuse,
         reuse_bytes_s=parse_rate(options.reuse_link) if options.reuse_link else 0.0,
     )

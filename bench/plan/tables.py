@@ -44,10 +44,9 @@ def show(plan: Plan, console: Console) -> None:
 def asked(plan: Plan) -> str:
     """The workload and the SLO in a line."""
     work, slo = plan.case.work, plan.case.slo
-    varied = f" (varying by {work.input_variation:g})" if work.input_variation else ""
     reused = f", {work.reuse:.0%} of it reused" if work.reuse else ""
     return (
-        f"{work.rate:g} requests/s, {work.input_tokens:,} tokens in{varied}{reused}, {work.output_tokens:,} out; SLO: "
+        f"{work.rate:g} requests/s, {work.input_tokens:,} tokens in{reused}, {work.output_tokens:,} out; SLO: "
         f"TTFT {show_time(slo.ttft_s)}, ITL {show_time(slo.itl_s)} at p{slo.share * 100:g}"
     )
 

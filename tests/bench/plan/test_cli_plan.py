@@ -28,7 +28,7 @@ def test_it_says_how_many_and_whether(tmp_path):
 
 
 def test_json(tmp_path):
-    result = plan("--json", "--reuse", 0.5, "--reuse-link", "200Gbps", "--input-variation", 0.5, "--arena", "gpu")
+    result = plan("--json", "--reuse", 0.5, "--reuse-link", "200Gbps", "--arena", "gpu")
     said = json.loads(result.stdout)
     assert said["kind"] == "pdx-plan"
     assert said["case"]["work"]["reuse_bytes_s"] == 25e9

@@ -78,9 +78,9 @@ def test_a_decode_engine_does_what_a_simulated_one_does(rate):
 
 
 @settings(max_examples=examples(40))
-@given(RATES, st.integers(100, 20_000), st.sampled_from([0.0, 0.6]))
-def test_the_parts_of_a_request_add_up(rate, tokens, variation):
-    service = case(rate=rate, tokens=tokens, input_variation=variation).split(8, 8)
+@given(RATES, st.integers(100, 20_000))
+def test_the_parts_of_a_request_add_up(rate, tokens):
+    service = case(rate=rate, tokens=tokens).split(8, 8)
     request = service.request
     handoff = request.wire_s + request.control_s + request.scatter_s
     first = request.request_s + request.queue_s + request.load_s + request.prefill_s
