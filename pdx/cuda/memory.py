@@ -279,11 +279,7 @@ def num_mapped() -> int:
 
 
 def _check(handle: Handle, fd: int) -> None:
-    """GpuUnavailable: no process with our code exported this."""
-    try:
-        msgspec.convert(msgspec.to_builtins(handle), Handle)
-    except msgspec.ValidationError as error:
-        raise GpuUnavailable(f"a handle that cannot be: {error}") from error
+    """GpuUnavailable: no process with our code exported this, though it was decoded."""
     expected = _IPC_HANDLE_BYTES if handle.kind == "ipc" else 0
     if len(handle.data) != expected or (fd >= 0) != (handle.kind == "vmm"):
         raise GpuUnavailable(f"a handle of kind {handle.kind!r} with {len(handle.data)} bytes and descriptor {fd}")

@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from pdx.engine.plan import LoadPlan, StepPlan
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.step import EngineRequest, StepRecord
 from pdx.engine.tally import Tally
 from pdx.engine.worker import WorkerHalf
-
-if TYPE_CHECKING:
-    from pdx.engine.turning import Turning
-    from pdx.kernels.turned_gpu import TurnedPages
 
 log = logging.getLogger("pdx.engine")
 
@@ -169,15 +163,9 @@ class WorkerGuard(_Guard):
         """Whether this half is off and the scheduler half has not shown that it knows."""
         return self.is_off and not self._is_known
 
-    def register(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        num_blocks: int,
-        group_of: Mapping[str, int] | None = None,
-        turning: Turning | TurnedPages | None = None,
-    ) -> None:
-        """A part of start-up: it raises."""
-        self._half.register(kv_caches, num_blocks, group_of, turning)
+    def register(self, *cache: Any) -> None:
+        """`WorkerHalf.register`, a part of start-up: it raises."""
+        self._half.register(*cache)
 
     def unregister(self) -> None:
         """Nothing is copied when this returns, whatever becomes of PDX."""

@@ -174,32 +174,22 @@ def good_handle(**changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"kind": "what"},
-        {"gpu": "../../etc"},
-        {"nbytes": 0},
-        {"nbytes": 1 << 60},
-        {"driver": -1},
-        {"pid": 0},
-        {"data": bytes(65)},
-        {"data": bytes(64)},
-        {"kind": "ipc", "data": bytes(64)},
-        {"kind": "ipc", "data": bytes(63)},
-    ],
+    [{"data": bytes(64)}, {"kind": "ipc", "data": bytes(64)}, {"kind": "ipc", "data": bytes(63)}],
     ids=str,
 )
-def test_an_absurd_handle_never_reaches_the_driver(fake, gpu, changes):
-    handle = good_handle(**changes)
+def test_a_handle_that_is_neither_kind_never_reaches_the_driver(fake, gpu, changes):
     with open("/dev/null") as file:
         before = fake.calls.copy()
         with pytest.raises(GpuUnavailable, match="a handle"):
-            DeviceMemory.open(handle, file.fileno(), on=gpu)
+            DeviceMemory.open(good_handle(**changes), file.fileno(), on=gpu)
         assert fake.calls == before
 
 
 def test_handles_are_bounded_on_decode_and_descriptors_looked_at_by_the_driver(gpu):
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(good_handle(data=bytes(65))), type=Handle)
+    for absurd in ({"kind": "what"}, {"gpu": "../../etc"}, {"nbytes": 0}, {"nbytes": 1 << 60}, {"driver": -1},
+                   {"pid": 0}, {"data": bytes(65)}):  # fmt: skip
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(good_handle(**absurd)), type=Handle)
     handle = msgspec.msgpack.decode(msgspec.msgpack.encode(good_handle()), type=Handle)
     assert handle == good_handle()
     with open("/dev/null") as file, pytest.raises(GpuUnavailable, match="cannot be opened"):
