@@ -178,10 +178,11 @@ def good_handle(**changes):
     ids=str,
 )
 def test_a_handle_that_is_neither_kind_never_reaches_the_driver(fake, gpu, changes):
+    handle = good_handle(**changes)
     with open("/dev/null") as file:
         before = fake.calls.copy()
         with pytest.raises(GpuUnavailable, match="a handle"):
-            DeviceMemory.open(good_handle(**changes), file.fileno(), on=gpu)
+            DeviceMemory.open(handle, file.fileno(), on=gpu)
         assert fake.calls == before
 
 

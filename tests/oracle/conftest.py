@@ -15,6 +15,7 @@ from node_harness import MIB, NodeProcess, NodeThread
 from pdx.bench.harness.tiny_llama import make_model
 from pdx.client import connection
 from pdx.config import NodeConfig
+from pdx.memory.arena import Arena
 
 if TYPE_CHECKING:
     from oracle_bed import OracleBed
@@ -33,8 +34,10 @@ collect_ignore = [] if importlib.util.find_spec("vllm") else [f"test_{name}.py" 
 
 @pytest.fixture(autouse=True)
 def _told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes hear with the next heartbeat of what is counted, and tests wait for that."""
+    """Nodes hear with the next heartbeat of what is counted, and tests wait for that. Nobody touches memory that is not
+    used: half a gigabyte for each half of each engine would be most of the time."""
     monkeypatch.setattr(connection, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(Arena, "populate_in_background", lambda arena: None)
 
 
 @pytest.fixture(scope="session")
