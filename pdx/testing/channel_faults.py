@@ -153,11 +153,14 @@ class Deaths:
             assert not all(transfer.poll() for transfer in transfers)
         return channel, transfers
 
-    def test_death_before_connecting(self, stage: Stage, peer: Peer) -> None:
-        _, remote = peer.session((0, MIB))
+    def test_death_before_connecting_and_while_idle(self, stage: Stage, peer: Peer) -> None:
+        side, (_, remote) = stage.side(), peer.session((0, MIB))
+        channel = side.connect(remote)
+        assert stage.written(channel, [Piece(0, 0, MIB)]) == ""
         peer.kill()
         with pytest.raises(ChannelError):
-            stage.side().region.connect(remote, timeout_s=5.0)
+            side.region.connect(remote, timeout_s=5.0)
+        assert stage.finish([channel.write([Piece(0, 0, MIB)], b"")], self.death_s) == ["ChannelBroken"]
 
     def test_a_stopped_peer_cannot_be_connected_to(self, stage: Stage, checks: None, peer: Peer) -> None:
         """Connecting fails within its deadline, or works where the technology does not need the peer's processor."""
@@ -166,13 +169,6 @@ class Deaths:
         peer.stop()
         with pytest.raises(ChannelBroken):
             side.region.connect(remote, timeout_s=0.3)
-
-    def test_death_while_idle(self, stage: Stage, peer: Peer) -> None:
-        side = stage.side()
-        channel = side.connect(peer.session((0, MIB))[1])
-        assert stage.written(channel, [Piece(0, 0, MIB)]) == ""
-        peer.kill()
-        assert stage.finish([channel.write([Piece(0, 0, MIB)], b"")], self.death_s) == ["ChannelBroken"]
 
     def test_death_with_writes_in_flight(self, stage: Stage, peer: Peer) -> None:
         """All of them are over before long; those that did not arrive are broken."""
@@ -236,16 +232,6 @@ class Deaths:
         with pytest.raises(ChannelError):
             side.region.connect(remote)
 
-    def test_a_writer_that_restarts(self, stage: Stage, new_peer: Callable[[], Peer]) -> None:
-        """A new process under a new token; the same listener takes it."""
-        reader = stage.side()
-        for number in range(2):
-            writer = new_peer()
-            writer.write(writer.connect(reader.session((0, MIB))[1]), [Piece(0, 0, MIB)], bytes([number]))
-            assert writer.do("finish") == [""]
-            writer.kill()
-        assert sorted(stage.notified(reader, 2)) == [b"\0", b"\1"]  # of two writers: in no order
-
     @staticmethod
     def _channel_to(side: Side, peer: Peer) -> tuple[Channel, RemoteRegion]:
         _, remote = peer.session((0, 8 * MIB))
@@ -260,24 +246,19 @@ class Malformed:
 
     def _connect(self, stage: Stage) -> Callable[..., str]:
         """Connects, in a process of its own where possible: the name of the error, "" if there is none."""
-        if self.is_in_one_process:
-            side = stage.side(MIB)
+        here = stage.side(MIB) if self.is_in_one_process else stage.peer(MIB)
 
-            def connect(remote: RemoteRegion, timeout_s: float = 0.5) -> str:
-                try:
-                    side.region.connect(remote, timeout_s=timeout_s).close()
-                except ChannelError as error:
-                    return type(error).__name__
-                return ""
+        def connect(remote: RemoteRegion, timeout_s: float = 0.5) -> str:
+            if isinstance(here, Peer):
+                found = here.connect(remote, timeout_s)
+                return found["error"] if isinstance(found, dict) else ""
+            try:
+                here.region.connect(remote, timeout_s=timeout_s).close()
+            except ChannelError as error:
+                return type(error).__name__
+            return ""
 
-            return connect
-        peer = stage.peer(MIB)
-
-        def connect_from_peer(remote: RemoteRegion, timeout_s: float = 0.5) -> str:
-            found = peer.connect(remote, timeout_s)
-            return found["error"] if isinstance(found, dict) else ""
-
-        return connect_from_peer
+        return connect
 
     @pytest.mark.hypothesis
     def test_made_up_details_are_refused(self, stage: Stage) -> None:
@@ -295,7 +276,8 @@ class Malformed:
         assert connect(remote) in ("ChannelBroken", "ChannelUnavailable")
 
     def test_damaged_details_do_no_harm(self, stage: Stage) -> None:
-        """A right one, cut short or with a byte changed: an error of ours, or a channel, never a crash."""
+        """A right one, cut short, with a byte changed or of another scheme: an error of ours, or a channel, never a
+        crash."""
         connect = self._connect(stage)
         _, remote = stage.side(MIB).session((0, MIB))
         detail = remote.detail
@@ -305,12 +287,8 @@ class Malformed:
             for damaged in (detail[:at], changed):
                 fake = RemoteRegion(remote.scheme, remote.nbytes, remote.token, damaged)
                 assert connect(fake) in allowed
+        assert connect(RemoteRegion("other", remote.nbytes, remote.token, detail)) == "ChannelUnavailable"
         assert connect(remote, DEADLINE_S) == ""
-
-    def test_another_scheme_is_not_for_us(self, stage: Stage) -> None:
-        _, remote = stage.side(MIB).session((0, MIB))
-        fake = RemoteRegion("other", remote.nbytes, remote.token, remote.detail)
-        assert self._connect(stage)(fake) == "ChannelUnavailable"
 
     def test_a_lie_about_the_size_writes_nothing(self, stage: Stage, checks: None) -> None:
         """The writer believes that the region is larger; the receiver does not."""
