@@ -1,9 +1,10 @@
 """What each message costs a node by how much it holds: steps are counted, not timed.
 
 A step is a line of the store's or the node's Python, or an element of a container of theirs that is walked through,
-in Python or within one call of C. The messages are those of `message_rounds.py`.
+in Python or within one call of C.
 """
 
+import itertools
 import sys
 import time
 from collections import OrderedDict, defaultdict
@@ -11,7 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from message_rounds import Load, drive
 from service_stage import attach, serving
 from service_stage import keys as keys_of
 from steps import calls_run
@@ -23,9 +23,11 @@ from pdx.store.chunk import Claim
 from pdx.store.store import Store
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Cancel, Fill
+from pdx.wire.messages import Abort, Admit, Cancel, Fill, Release
+from pdx.wire.verbs import Status
 
 SMALL, LARGE = 600, 3_000
+WRITER_CHUNKS = 200  # of the writer that dies
 CROWD = 12  # one lease, reservation, transfer of others for so many chunks
 SPARE = 1.1  # what the large one may cost of the small one's steps, and a few more
 MORE = 30
@@ -34,36 +36,6 @@ ADMIT_FILES = 18  # of PDX, for one that is missing
 SAVE_CALLS = 45  # per chunk: its fill, and the turn in which the disk is given it
 MEASURED = tuple(str(Path(room.__file__).parent) for room in (pdx.store, pdx.node))
 PLAIN = (dict, OrderedDict, list, set)
-
-
-class Here:
-    """A node without its loop, and processes of it."""
-
-    def __init__(self, service, clock):
-        self.service, self.clock = service, clock
-        self._attached = 0
-
-    def attach(self):
-        self._attached += 1
-        return Attached(self.service, attach(self.service, f"bench {self._attached}"))
-
-    def tick(self):
-        """Deadlines, and answers to who waits."""
-        self.service.tick()
-        assert not list(self.service.admissions.late_answers())
-
-
-class Attached:
-    """A process of `Here`: this one."""
-
-    def __init__(self, service, session):
-        self._service, self._session = service, session
-
-    def ask(self, body):
-        return self._service.handle(self._session, body)
-
-    def end(self):
-        self._service.end(self._session)
 
 
 class Steps:
@@ -122,35 +94,6 @@ def is_flat(small, large):
     return large <= small * SPARE + MORE
 
 
-@pytest.fixture
-def load(place, clock):
-    """A node's service with so many chunks, and much that waits for its end; with the steps that it takes."""
-    with ExitStack() as stack:
-
-        def make(chunks):
-            arena_bytes = Load.arena_bytes(chunks + chunks // CROWD)
-            bed = Here(stack.enter_context(serving(place, clock, arena_bytes=arena_bytes)), clock)
-            made = Load(bed, chunks)
-            crowd(bed, chunks)
-            steps = Steps()
-            for part in (bed.service.store, bed.service.transfers, bed.service.sessions):
-                steps.watch(part)
-            return made, bed, steps
-
-        yield make
-
-
-def crowd(bed, chunks):
-    """Others who lease, fill, wait and have given up, as many of them as there are chunks by the dozen."""
-    other = bed.attach()
-    found = [key.to_bytes(16, "little") for key in range(chunks)]
-    for number in range(chunks // CROWD):
-        name = f"transfer-of-another-{number}"
-        other.ask(Admit([found[number]], lease_s=1e4))
-        other.ask(Admit([b"other" + number.to_bytes(11, "little")], GRANULE_BYTES, transfer=name, part="writes"))
-        other.ask(Cancel(f"cancelled-{name}"))
-
-
 def steps_of(steps, call, *arguments):
     """How many a call takes, and what it returns."""
     before = steps.count
@@ -159,25 +102,93 @@ def steps_of(steps, call, *arguments):
     return steps.count - before, answer
 
 
-def round_of(load, steps):
-    """The steps of each message in a round."""
-    counts = defaultdict(int)
+class Load:
+    """A node with so many sealed chunks, and others who lease, fill, wait and have given up, as many of them as there
+    are chunks by the dozen. `counts`: the steps of what was measured, by its name."""
 
-    def take(name, call):
-        taken, answer = steps_of(steps, call)
-        counts[name] += taken
+    def __init__(self, service, clock, chunks):
+        self.service, self.clock, self.chunks = service, clock, chunks
+        self.counts = defaultdict(int)
+        self._numbers = itertools.count()
+        self.client = self.attach()
+        self.seal(chunks)
+        for number, key in zip(range(chunks // CROWD), list(service.store.index.whole), strict=False):
+            name, other = f"transfer-of-another-{number}", self.client
+            self.ask(Admit([key], lease_s=1e4), other)
+            self.ask(Admit(self.keys(1), GRANULE_BYTES, transfer=name, part="writes"), other)
+            self.ask(Cancel(f"cancelled-{name}"), other)
+        self.steps = Steps()
+        for part in (service.store, service.transfers, service.sessions):
+            self.steps.watch(part)
+
+    def attach(self):
+        return attach(self.service, f"session {next(self._numbers)}")
+
+    def keys(self, count):
+        """Such as nobody has named yet."""
+        return keys_of(itertools.islice(self._numbers, count))
+
+    def ask(self, body, session=None):
+        return self.service.handle(session or self.client, body)
+
+    def tick(self):
+        """Deadlines, and answers to who waits."""
+        self.service.tick()
+        assert not list(self.service.admissions.late_answers())
+
+    def seal(self, count):
+        slots = self.ask(Admit(self.keys(count), GRANULE_BYTES)).granted_slots
+        assert len(slots) == count
+        self.ask(Fill(slots, layers=1, seal=True))
+
+    def measured(self, name, call, *arguments):
+        taken, answer = steps_of(self.steps, call, *arguments)
+        self.counts[name] += taken
         return answer
 
-    drive(load.round(), take)
-    return counts
+    def round(self):
+        """What is measured is each message, or what belongs together; the store holds the same before and after."""
+        writer, transfer = self.attach(), f"transfer-of-a-round-{next(self._numbers)}"
+        granted = self.measured("reserve 64", self.ask, Admit(self.keys(64), GRANULE_BYTES))
+        self.measured("abort 64", self.ask, Abort(granted.granted_slots))
+        self.ask(Admit(self.keys(WRITER_CHUNKS), GRANULE_BYTES), writer)  # from now on the store is full
+        granted = self.measured("reserve 64, evicting", self.ask, Admit(self.keys(64), GRANULE_BYTES))
+        self.measured("seal 64", self.ask, Fill(granted.granted_slots, layers=1, seal=True))
+        prompt = self.keys(2)
+        ask = Admit(prompt, GRANULE_BYTES, tail_nbytes=100, transfer=transfer, part="writes")
+        granted = self.measured("partial chunk", self.ask, ask)
+        self.measured("partial chunk", self.ask, Fill(granted.granted_slots, layers=1, seal=True))
+        found = self.measured("partial chunk", self.ask, Admit(prompt, lease_s=30.0, transfer=transfer))
+        assert found.hits == 2
+        self.measured("partial chunk", self.ask, Release(found.lease))
+        granted = self.ask(Admit(self.keys(8), GRANULE_BYTES, transfer=f"{transfer}-2", part="writes"))
+        self.measured("cancel of 8 chunks", self.ask, Cancel(f"{transfer}-2"))
+        self.ask(Abort(granted.granted_slots))
+        self.measured("cancel of an unknown transfer", self.ask, Cancel(f"{transfer}-3"))
+        sealed = self.measured("status", self.ask, Status()).chunks["sealed"]
+        self.measured("death of a writer", self.service.end, writer)
+        self.seal(self.chunks - sealed)
+
+
+@pytest.fixture
+def load(place, clock):
+    with ExitStack() as stack:
+
+        def make(chunks):
+            nbytes = (chunks + chunks // CROWD + WRITER_CHUNKS) * GRANULE_BYTES
+            return Load(stack.enter_context(serving(place, clock, arena_bytes=nbytes)), clock, chunks)
+
+        yield make
 
 
 def test_a_message_costs_the_same_however_much_the_node_holds(load):
     rounds = []
     for chunks in (SMALL, LARGE):
-        made, _, steps = load(chunks)
-        round_of(made, steps)
-        rounds.append(round_of(made, steps))
+        made = load(chunks)
+        made.round()
+        made.counts.clear()
+        made.round()
+        rounds.append(made.counts)
     small, large = rounds
     assert len(small) == len(large) > 8
     assert min(small.values()) > 10, "nothing was counted"
@@ -187,17 +198,14 @@ def test_a_message_costs_the_same_however_much_the_node_holds(load):
 def test_a_tick_costs_what_ends_however_much_waits(load):
     counts = []
     for chunks in (SMALL, LARGE):
-        made, bed, steps = load(chunks)
-        bed.tick()
-        idle, _ = steps_of(steps, bed.tick)
-        client = bed.attach()
-        found = client.ask(Admit([(chunks - 1).to_bytes(16, "little")], lease_s=0.5))
-        assert found.lease
-        bed.clock.now += 1.0
-        busy, _ = steps_of(steps, bed.tick)
-        assert bed.service.store.counters["leases_expired"] == 1
+        made = load(chunks)
+        made.tick()
+        idle, _ = steps_of(made.steps, made.tick)
+        assert made.ask(Admit([list(made.service.store.index.whole)[-1]], lease_s=0.5)).lease
+        made.clock.now += 1.0
+        busy, _ = steps_of(made.steps, made.tick)
+        assert made.service.store.counters["leases_expired"] == 1
         counts.append((idle, busy))
-        assert made.chunks == chunks
     (idle, busy), (large_idle, large_busy) = counts
     assert 0 < idle < busy
     assert is_flat(idle, large_idle)
