@@ -112,8 +112,9 @@ class Load:
         self._numbers = itertools.count()
         self.client = self.attach()
         self.seal(chunks)
+        other = self.attach()
         for number, key in zip(range(chunks // CROWD), list(service.store.index.whole), strict=False):
-            name, other = f"transfer-of-another-{number}", self.client
+            name = f"transfer-of-another-{number}"
             self.ask(Admit([key], lease_s=1e4), other)
             self.ask(Admit(self.keys(1), GRANULE_BYTES, transfer=name, part="writes"), other)
             self.ask(Cancel(f"cancelled-{name}"), other)
