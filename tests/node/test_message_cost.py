@@ -76,11 +76,12 @@ class Steps:
         return type(plain.__name__, (plain,), methods)(value)
 
     def __enter__(self):
+        self._before = sys.gettrace()
         sys.settrace(self._called)
         return self
 
     def __exit__(self, *error):
-        sys.settrace(None)
+        sys.settrace(self._before)
 
     def _called(self, frame, event, argument):
         return self._line if frame.f_code.co_filename.startswith(MEASURED) else None

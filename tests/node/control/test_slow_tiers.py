@@ -191,6 +191,8 @@ def test_what_no_tier_has_does_not_keep_the_rest_from_being_moved(bed):
     status = bed.move([*keys, *nowhere], "", "disk")
     assert (status.state, status.chunks, status.chunks_done) == ("done", 6, 6)
     assert status.why == "6 chunks were not in remote"
+    status = bed.move(nowhere, "remote", "host")
+    assert (status.state, status.chunks_done, status.why) == ("failed", 0, "none of 6 chunks is in remote")
     assert bed.found(keys)["disk"] == [1] * 6
 
 

@@ -24,6 +24,7 @@ from pdx.wire.verbs import (
     Evict,
     Find,
     Found,
+    Jobs,
     JobStatus,
     Kept,
     List,
@@ -70,6 +71,7 @@ def test_clear_of_everything_is_a_job(bed):
     assert (planned.chunks, planned.nbytes) == (100, 100 * (16 << 10))
     status = node.run(Clear(Selection(), everything=True))
     assert (status.state, status.chunks_done) == ("done", 100)
+    assert [(job.job, job.state) for job in wire.ask(Jobs()).jobs] == [(status.job, "done")]
     assert node.status().chunks == {}
 
 

@@ -307,6 +307,31 @@ def test_a_reader_that_does_not_read_has_one_large_answer_at_a_time(stage, monke
         assert unread.poll(20_000)
 
 
+def test_who_reads_its_replay_late_gets_all_of_it(stage, monkeypatch):
+    monkeypatch.setattr(publisher_module, "REPLAY_HIGH_WATER", 1)
+    stage = stage()
+    blocks = names(*range(1000))
+    chunk = plain_chunk.chunk(key(0), Slot(0, 0, 1), 1, blocks=blocks)
+    first = stage.bed.log.seq + 1
+    with zmq.Context() as context, context.socket(zmq.SUB) as live, context.socket(zmq.DEALER) as late:
+        live.setsockopt(zmq.SUBSCRIBE, b"")
+        live.connect(stage.address)
+        wait_until(lambda: stage.publisher._subscribed, what="it subscribes")
+        for number in range(200):  # in turns, or nothing is told
+            stage.publisher.put(Batch(first + number, 0.0, [Change("host", number % 2 == 0, [key(0)], [chunk])]))
+        wait_until(lambda: stage.publisher.seq == first + 199, what="they are published")
+        late.setsockopt(zmq.RCVHWM, 1)
+        late.connect(stage.replay)
+        late.send_multipart([b"", first.to_bytes(8, "big")])
+        assert late.poll(20_000)
+        assert stage.publisher.counts["events_replayed"] < 200, "it takes no more"
+        numbers = []
+        while not numbers or numbers[-1] != END_SEQ:
+            assert late.poll(20_000)
+            numbers.append(late.recv_multipart()[-2])
+    assert numbers == [*((first + number).to_bytes(8, "big") for number in range(200)), END_SEQ]
+
+
 def test_no_snapshot_is_made_while_too_much_is_unread(stage, monkeypatch):
     stage = stage()
     publisher = stage.publisher
