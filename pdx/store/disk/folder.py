@@ -28,7 +28,7 @@ from pdx.memory.arena import Arena
 from pdx.store import chunk_format
 from pdx.store.chunk_format import HEADER_BYTES, Over, aligned
 from pdx.store.disk import chunk_file, pins
-from pdx.store.disk.chunk_file import NAME, PARTIAL, ChunkFile, is_folder, is_gone, named, path_of, some_file
+from pdx.store.disk.chunk_file import NAME, PARTIAL, ChunkFile, is_folder, is_gone, named, some_file
 from pdx.store.disk.index import Untold
 from pdx.store.store_tier import Recoding, Work
 from pdx.store.tier import Job, Part, TierHost
@@ -38,8 +38,6 @@ log = logging.getLogger("pdx.node")
 _MOST_BLOCK_BYTES = 64 << 20  # larger ones are none
 MIB = 1 << 20
 _UNFINISHED = re.compile(r"[0-9a-f]{32}-[0-9]{1,6}-[0-9]{1,6}-[0-9]{1,15}\.partial")
-_FOLDERS = 256
-_SPREAD = 64  # files of a folder, at the least, so that few of them need not be even
 _LISTERS = 2  # more of them fight for the interpreter when the file system has all in memory
 
 
@@ -274,16 +272,9 @@ def attainable(root: Path, limit_bytes: int, reserve_bytes: int, counters: Count
     return min(limit_bytes, most)
 
 
-def most_of_folder(max_files: int) -> int:
-    """How many files of one folder are kept in memory, where `max_files` of all of them are kept in the end: keys are
-    spread evenly over the folders."""
-    return _SPREAD + 2 * max_files // _FOLDERS
-
-
-def listed(root: Path, is_over: Over, max_files: int, block_bytes: int) -> Iterator[tuple[int, ChunkFile | Useless]]:
-    """All files in the tier's folders, those that were used last first, each with its time. Those of no
-    use come before them, and are removed; so are those used longest ago where there are far more than `max_files`.
-    What a file holds is looked at when it is read.
+def listed(root: Path, is_over: Over, block_bytes: int) -> Iterator[tuple[int, ChunkFile | Useless]]:
+    """All files in the tier's folders, those that were used last first, each with its time. Those of no use come before
+    them, and are removed. What a file holds is looked at when it is read.
 
     :raises OSError: they cannot be listed.
     """
@@ -291,16 +282,14 @@ def listed(root: Path, is_over: Over, max_files: int, block_bytes: int) -> Itera
         names = [each.path for each in folders if is_folder(each)]
     found: list[list[tuple[int, ChunkFile]]] = []
     with ThreadPoolExecutor(_LISTERS, "pdx-disk-list") as pool:  # a file system reads what it knows of a file in turn
-        for files, useless in pool.map(lambda name: _listed(name, is_over, max_files, block_bytes), names):
+        for files, useless in pool.map(lambda name: _listed(name, is_over, block_bytes), names):
             found.append(files)
             yield from ((0, each) for each in useless)
     # Merging lists lets other threads run in between, as sorting all at once does not.
     yield from ((time_ns, file) for time_ns, file in heapq.merge(*found, reverse=True))
 
 
-def _listed(
-    folder: str, is_over: Over, max_files: int, block_bytes: int
-) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
+def _listed(folder: str, is_over: Over, block_bytes: int) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
     files: list[tuple[int, ChunkFile]] = []
     useless: list[Useless] = []
     with os.scandir(folder) as entries:
@@ -316,12 +305,7 @@ def _listed(
             else:
                 files.append((time_ns, file))
     files.sort(reverse=True)
-    most = most_of_folder(max_files)
-    for _, file in files[most:]:
-        path = path_of(Path(folder).parent, file)
-        why = TierError(f"{path} is one file too many", "index_full")
-        useless.append(Useless(why, 0 if is_gone(path) else file.charge))
-    return files[:most], useless
+    return files, useless
 
 
 def salvage(entry: os.DirEntry[str], folder: str, block_bytes: int) -> tuple[int, ChunkFile | Useless]:

@@ -173,7 +173,7 @@ class DiskTier(DiskFiles):
         root, post = self._folder.root, self.env.mailbox.post
         why: TierError | None = None
         try:
-            files = folder.listed(root, self._is_scan_over, disk_files.MAX_FILES, self._folder.block_bytes)
+            files = folder.listed(root, self._is_scan_over, self._folder.block_bytes)
             while not self._is_scan_over() and (batch := list(itertools.islice(files, _BATCH))):
                 post(partial(self._found, batch))
         except OSError as error:
@@ -288,9 +288,7 @@ class DiskTier(DiskFiles):
         for time_ns, file in batch:
             if isinstance(file, Useless):
                 self._index.used_bytes += file.nbytes
-                if file.why.kind == "index_full":
-                    self._index_is_full(1)
-                elif file.why.kind in ("unfinished", "foreign"):
+                if file.why.kind in ("unfinished", "foreign"):
                     self._count(file.why.kind)
                 else:
                     self._warn(file.why)
