@@ -48,8 +48,8 @@ _SHARE = click.FloatRange(0.01, 1.0)
 @option("--remote", default="", metavar="SIZE", help="A store that nodes share, below that.  [default: none]")
 @option("--remote-speed", default="15Gbps", help="Of loads, and, behind a comma, of stores.")
 @option("--remote-latency", default="5ms", help="Of each.")
-@option("--policy", default="lru", help="As of pdx node, or belady, which knows the trace. With --sweep a list.")
-@option("--disk-policy", default="lru", help="As of pdx node. With --policy belady the disk knows the trace, too.")
+@option("--policy", default="lru", help="As of pdx node; with --sweep a list, also of belady, which knows the trace.")
+@option("--disk-policy", default="lru", help="As of pdx node.")
 @option("--store", default="all", type=click.Choice(["all", "twice-seen", "write-back"]), help="As of pdx node.")
 @option("--store-window", default=0.1, type=_SHARE, help="As of pdx node.")
 @option("--model", default="llama-3.1-8b", help="A preset's name, or a Hugging Face config.json; as of pdx plan.")
@@ -123,13 +123,15 @@ def _simulate(traces: Sequence[Trace], options: SimpleNamespace, as_json: bool) 
 
 
 def _sweep(traces: Sequence[Trace], options: SimpleNamespace, sweep: str, as_json: bool) -> None:
-    from pdx.bench.sim.options import case_of, policy_of
-    from pdx.bench.sim.replay import by_room, demand_bytes
+    from pdx.bench.sim.options import case_of
+    from pdx.bench.sim.replay import BELADY, by_room, demand_bytes
     from pdx.bench.sim.tables import of_points
+    from pdx.store.policies import by_name
 
     policies = options.policy.split(",")
     for policy in policies:
-        policy_of(SimpleNamespace(policy=policy))
+        if policy != BELADY:
+            by_name.find(policy)
     token_bytes = case_of(SimpleNamespace(**{**vars(options), "policy": "lru"})).model.kv_token_bytes
     what, _, values = sweep.partition("=")
     if what != "host" or not values:

@@ -78,9 +78,8 @@ class SimulatedEngine:
         block_tokens: int,
         on_over: Callable[[Served], None],
         on_event: Callable[[SimulatedEngine], None],
-        on_turn: Callable[[Served], None],
     ) -> None:
-        """`on_turn`: a request has its turn; `on_over`: its last token. `on_event`: `go_on` is to be called."""
+        """`on_over`: a request's last token. `on_event`: `go_on` is to be called."""
         self.busy_s = 0.0
         self.prefill_s = 0.0  # of steps with a part of a prompt
         self.loaded_blocks = 0  # into the KV cache
@@ -89,7 +88,6 @@ class SimulatedEngine:
         self._clock = clock
         self._node = node
         self._block_tokens = block_tokens
-        self._on_turn = on_turn
         self._on_over = on_over
         self._on_event = partial(on_event, self)
         self._link = Pipe(settings.host_bytes_s, 0.0)
@@ -156,7 +154,6 @@ class SimulatedEngine:
             del self._waiting[at]
             self._used += needed
             self._turned += 1
-            self._on_turn(served)
             self._load(served)
 
     def _load(self, served: Served) -> None:

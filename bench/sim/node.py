@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from pdx.errors import PdxError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.node.sessions import Session
-from pdx.store.policies.by_name import Maker, find
+from pdx.store.policies.by_name import find
 from pdx.store.store import LRU
 from pdx.store.tier import Job, Tier
 from pdx.telemetry.env import Env
@@ -53,15 +53,11 @@ class SimulatedNode:
         devices: Sequence[Device] = (),
         policy: str = "lru",
         disk_policy: str = "lru",
-        maker: Maker | None = None,
-        wanted: Mapping[bytes, Mapping[int, int]] | None = None,
         store: StoreChoice = "all",
         window: float = 0.1,
     ) -> None:
-        """`blocks`: room in memory. `maker`: in place of the eviction policy that `policy` names. `wanted`: likewise,
-        in place of what the queue wants of the tiers. `store`, `window`: as in `pdx.store.storing`."""
+        """`blocks`: room in memory. `store`, `window`: as in `pdx.store.storing`."""
         self._clock = clock
-        self._wanted = wanted
         self._disk_policy = find(disk_policy, clock)
         self._arena = sparse_arena(folder / "arena", blocks + PROBE_BYTES // GRANULE_BYTES)
         config = NodeConfig(
@@ -76,7 +72,7 @@ class SimulatedNode:
             fetch_s=60.0,
             name="simulated",
         )
-        self.service = Service(config, [self._arena], 1, Env(clock), policy=maker)
+        self.service = Service(config, [self._arena], 1, Env(clock))
         # It has no sockets, and so no peers.
         self.service.peers.turn = list  # type: ignore[method-assign]
         self.service.peers.tick = lambda: None  # type: ignore[method-assign]
@@ -108,7 +104,7 @@ class SimulatedNode:
             chunk_bytes=GRANULE_BYTES,
             on_removed=service.tiers.storing.removed,
             is_used=service.tiers.is_used,
-            wanted=service.store.wanted if self._wanted is None else self._wanted,
+            wanted=service.store.wanted,
             policy=self._disk_policy if device.kind == "disk" else LRU,
         )
 
@@ -183,12 +179,6 @@ class SimulatedNode:
     def origins(self, keys: Sequence[bytes]) -> list[str]:
         """Where the bytes of these, which are in host memory, came from: the name of a tier, or of the engine."""
         return [chunks[0].reservation.origin.name for chunks in self.service.store.find(keys, 1)]
-
-    def refresh(self, keys: Sequence[bytes]) -> None:
-        """What these are worth to an oracle has changed."""
-        self.service.store.refresh([chunk for key in keys for chunk in self.service.store.index.of(key)])
-        for tier in self.tiers:
-            tier.refresh(keys)
 
     def _ask(self, session: Session, ask: Ask) -> Answer | None:
         self._tick()

@@ -12,7 +12,6 @@ from pdx.bench.plan.machines import Assumptions, Engine, find_gpu, host_bytes_s,
 from pdx.bench.plan.shapes import find_model
 from pdx.bench.plan.units import parse_count, parse_rate, parse_time
 from pdx.bench.sim.engine import Settings
-from pdx.bench.sim.replay import BELADY
 from pdx.bench.sim.requests import Trace, read
 from pdx.bench.sim.sessions import Conversations, generate
 from pdx.bench.sim.simulation import Case
@@ -61,7 +60,7 @@ def case_of(options: Any) -> Case:
     model = Engine(shapes, speeds_of(gpu, assumed, options.tp, shapes.weight_bytes), options.tp)
     if not model.kv_room_tokens:
         raise ConfigError(f"the weights of {shapes.name} do not fit into {options.tp} x {gpu.name}: give a larger --tp")
-    policy = policy_of(options)
+    by_name.find(options.policy)
     by_name.find(options.disk_policy, option="--disk-policy")
     return Case(
         model=model,
@@ -84,20 +83,13 @@ def case_of(options: Any) -> Case:
             )
             if room
         ],
-        policy=policy,
+        policy=options.policy,
         disk_policy=options.disk_policy,
         store=options.store,
         window=options.store_window,
         queue=options.queue_depth,
         pays=not options.any_load,
     )
-
-
-def policy_of(options: Any) -> str:
-    """The eviction policy of memory. :raises ConfigError: there is none of this name."""
-    if options.policy != BELADY:
-        by_name.find(options.policy)
-    return str(options.policy)
 
 
 def _device(kind: str, room: str, speed: str, latency: str) -> Device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from pdx.bench.sim.requests import Request
 from pdx.store.policies.policy import E
@@ -12,46 +12,28 @@ from pdx.store.policies.ranks import Ranked
 NEVER = 1 << 60
 
 
-class Future(Mapping[bytes, Mapping[int, int]]):
-    """When each key is wanted again, and where in its prompt it is then, in the form of what a queue wants
-    (`TierHost.wanted`). A request wants its keys until it is `over`: until it has had its turn."""
+class Future:
+    """When each key is wanted again, and where in its prompt it is then. A request wants its keys until its turn."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._wanted: dict[bytes, deque[int]] = {}
         self._places: dict[bytes, int] = {}
-        self._over: set[int] = set()
-        self._arrived: dict[int, int] = {}  # requests, in the order in which they have
+        self._turn = -1
         for number, request in enumerate(requests):
             for place, key in enumerate(request.keys):
                 self._wanted.setdefault(key, deque()).append(number)
                 self._places[key] = place
 
-    def arrives(self, number: int) -> None:
-        """This request is in a queue now. Of a session it may come later than the trace has it."""
-        self._arrived[number] = len(self._arrived)
-
-    def over(self, number: int) -> None:
-        """This request has had its turn."""
-        self._over.add(number)
+    def turn(self, number: int) -> None:
+        """This request has its turn; those before it had theirs."""
+        self._turn = number
 
     def next(self, key: bytes) -> int:
-        """At which turn it is wanted next, as far as that is known."""
+        """At which turn it is wanted next."""
         numbers = self._wanted.get(key, ())
-        while numbers and numbers[0] in self._over:
+        while numbers and numbers[0] <= self._turn:
             numbers.popleft()
-        return self._arrived.get(numbers[0], max(numbers[0], len(self._arrived))) if numbers else NEVER
-
-    def __contains__(self, key: object) -> bool:
-        return True  # what is never wanted again goes first, and takes no other's place
-
-    def __getitem__(self, key: bytes) -> Mapping[int, int]:
-        return {self.next(key): self.place(key)}
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._wanted)
-
-    def __len__(self) -> int:
-        return len(self._wanted)
+        return numbers[0] if numbers else NEVER
 
     def place(self, key: bytes) -> int:
         """Where in its prompt it is."""

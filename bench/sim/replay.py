@@ -46,7 +46,7 @@ def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> float:
             clock.now = request.at_s
             store.expire()
             if future is not None:
-                future.over(number)
+                future.turn(number)
             found += min(come(store, request.keys) * trace.block_tokens, request.tokens)
             if request.more:
                 _fill(store, request.more)

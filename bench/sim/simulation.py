@@ -17,8 +17,6 @@ from pdx.bench.plan.machines import Engine as Model
 from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.engine import Served, Settings, SimulatedEngine
 from pdx.bench.sim.node import TICK_S, SimulatedNode
-from pdx.bench.sim.oracle import Belady, Future
-from pdx.bench.sim.replay import BELADY
 from pdx.bench.sim.requests import Request, Trace, leading
 from pdx.bench.sim.routing import Router
 from pdx.bench.sim.tier import Device, ModelledTier
@@ -119,9 +117,6 @@ def simulate(trace: Trace, case: Case) -> Result:
     if blocks < max(256, longest):
         size = max(256, longest) * block_bytes(case, trace) / 1e9
         raise ConfigError(f"--host: {blocks} blocks are too few to simulate a node; give at least {size:.3g}GB")
-    future = Future(trace.requests) if case.policy == BELADY else None
-    if future is not None and case.nodes > 1:
-        raise ConfigError(f"--policy {BELADY} knows one node's future, and --nodes is {case.nodes}")
     clock = Clock()
     with ExitStack() as stack:
         nodes = []
@@ -132,10 +127,8 @@ def simulate(trace: Trace, case: Case) -> Result:
                 blocks=blocks,
                 block_bytes=block_bytes(case, trace),
                 devices=case.devices,
-                policy="lru" if future is not None else case.policy,
+                policy=case.policy,
                 disk_policy=case.disk_policy,
-                maker=(lambda _: Belady(future)) if future is not None else None,
-                wanted=future,
                 store=case.store,
                 window=case.window,
             )
@@ -151,25 +144,17 @@ def simulate(trace: Trace, case: Case) -> Result:
                 latency_s=PEER_S,
             )
             node.meet([each for each in nodes if each is not node], network)
-        run = _Run(trace, case, clock, nodes, future)
+        run = _Run(trace, case, clock, nodes)
         run.go()
         return run.result()
 
 
 class _Run:
-    def __init__(
-        self,
-        trace: Trace,
-        case: Case,
-        clock: Clock,
-        nodes: Sequence[SimulatedNode],
-        future: Future | None,
-    ) -> None:
+    def __init__(self, trace: Trace, case: Case, clock: Clock, nodes: Sequence[SimulatedNode]) -> None:
         self._trace = trace
         self._case = case
         self._clock = clock
         self._nodes = nodes
-        self._future = future
         self._served: list[Served] = []
         self._over = 0
         self._next = 0  # in the trace
@@ -193,7 +178,6 @@ class _Run:
                 node,
                 trace.block_tokens,
                 on_event=self._has_event,
-                on_turn=self._has_turn,
                 on_over=self._ended,
             )
             for node in nodes
@@ -277,16 +261,8 @@ class _Run:
         if request.session:
             self._talking.setdefault(request.session, deque())
         served = Served(number, request, self._clock.now)
-        if self._future is not None:
-            self._future.arrives(number)
-            self._nodes[0].refresh(request.keys)
         self._served.append(served)
         self._router.place(served).arrive(served)
-
-    def _has_turn(self, served: Served) -> None:
-        if self._future is not None:
-            self._future.over(served.number)
-            self._nodes[0].refresh(served.request.keys)
 
     def _ended(self, served: Served) -> None:
         self._over += 1
@@ -297,8 +273,6 @@ class _Run:
             self._clock.at(self._clock.now, self._come)
         elif session:
             del self._talking[session]
-        if self._future is not None:
-            self._nodes[0].refresh(served.request.keys)
 
     # ---- what comes of it -------------------------------------------------------------------
 

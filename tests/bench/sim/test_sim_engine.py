@@ -75,7 +75,7 @@ def test_a_queue_is_loaded_ahead_of_its_turn():
     assert "prefetched_chunks" not in blind.counters
 
 
-@pytest.mark.parametrize("policy", ["lru", "gittins", "belady", "age:5"])
+@pytest.mark.parametrize("policy", ["lru", "gittins", "age:5"])
 def test_the_same_gives_the_same_bit_by_bit(policy):
     settings = {"devices": [disk(500, gb_s=2.0)], "engines": 2, "policy": policy}
     first, second = (simulate(some(60), case(**settings)) for _ in range(2))
