@@ -86,16 +86,6 @@ def test_another_process_maps_it(fake, spawn, kind):
         assert byte_at(made) == 42
 
 
-def test_vmm_memory_outlives_a_killed_exporter(fake, spawn):
-    other = spawn()
-    with received(*other.export(MIB, bytes([5]) * 4096)) as (handle, fd):
-        with DeviceMemory.open(handle, fd, on=Gpu.find("0")) as before:
-            other.kill()
-            assert byte_at(before, 4095) == 5
-        with DeviceMemory.open(handle, fd, on=Gpu.find("0")) as after:
-            assert byte_at(after, 4095) == 5
-
-
 @pytest.mark.parametrize("error", ["", "OPERATING_SYSTEM", "INVALID_CONTEXT", "UNKNOWN"])
 def test_a_legacy_handle_dies_with_its_exporter_whatever_the_driver_says(fake, gpu, spawn, error):
     """What it says is not documented; that nobody is there any more says enough."""

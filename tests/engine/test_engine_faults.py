@@ -21,15 +21,16 @@ from pdx.wire.messages import Abort, Fill, Hello, Mark
 # ---- the forward pass -------------------------------------------------------------------------
 
 
-def fail_step(bed: Bed, fails_at: tuple[int, int], *, done: int = 0, **settings: Any) -> tuple[list[int], Request]:
-    """A request of an engine whose forward pass fails behind `done` tokens, which were computed, and its prompt."""
-    engine = bed.engine(**settings)
+def fail_step(bed: Bed, layer: int, *, done: int = 0, lags: bool = True) -> tuple[list[int], Request]:
+    """A request of an engine whose forward pass fails in this layer behind `done` tokens, which were computed, and its
+    prompt."""
+    engine = bed.engine(lags=lags)
     prompt = tokens(500, 2 * CHUNK)
     request = Request("failing", prompt, prefill_of("f" * 20))
     engine.admit(request)
     if done:
         engine.step((request, done))
-    engine.fails_at = fails_at
+    engine.fails_at = 0, layer
     with pytest.raises(ForwardFailed):
         engine.step((request, len(prompt) - done))
     engine.fails_at = None
@@ -41,7 +42,7 @@ def fail_step(bed: Bed, fails_at: tuple[int, int], *, done: int = 0, **settings:
 )
 def test_a_chunk_of_which_a_layer_was_not_computed_is_never_sealed(bed: Bed, lags: bool, layer: int, done: int) -> None:
     """vLLM ends a step with `wait_for_save` also when its forward pass has raised. Later steps are saved."""
-    prompt, request = fail_step(bed, (0, layer), done=done, lags=lags)
+    prompt, request = fail_step(bed, layer, done=done, lags=lags)
     whole = done // CHUNK
     wait_until(lambda: bed.node.status().counters.get("aborted") == 2 - whole, what="the room is given back")
     assert bed.node.status().chunks == ({"sealed": whole} if whole else {})
@@ -74,7 +75,7 @@ def test_a_chunk_whose_first_pages_were_not_computed_is_not_sealed_by_its_last_o
 
 def test_the_node_is_told_of_no_moment_of_a_failed_step(bed: Bed) -> None:
     """Neither the end of the prompt's computing nor that of its gathering is a moment of the transfer's timeline."""
-    _, request = fail_step(bed, (0, LAYERS - 1))
+    _, request = fail_step(bed, LAYERS - 1)
     engine = bed.made[0][0]
     engine.finish(request)
     engine.streams.synchronize()
@@ -82,14 +83,6 @@ def test_the_node_is_told_of_no_moment_of_a_failed_step(bed: Bed) -> None:
     assert bed.told(Mark) == []
     assert not any(fill.seal for fill in bed.told(Fill))
     assert bed.told(Abort)
-
-
-def test_a_rank_whose_forward_pass_fails_spoils_the_chunk_for_all(bed: Bed) -> None:
-    prompt, request = fail_step(bed, (1, 1), lags=False, shards=2)
-    wait_until(lambda: bed.node.status().chunks == {"sealed": 2}, what="the first rank is done, the second gave up")
-    engine = bed.made[0][0]
-    assert engine.load(prompt) == 0
-    engine.finish(request)
 
 
 # ---- the hooks --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +23,6 @@ from node_harness import MIB, NodeThread
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, decode_of, prefill_of
 
 from pdx.client.connection import Connection
-from pdx.engine.cpu_copier import CpuCopier
 from pdx.engine.turning import Turning
 from pdx.kernels.turned import PageElements
 from pdx.memory.rope import Rope
@@ -246,33 +245,6 @@ def test_what_is_gone_from_memory_is_not_promised(engine: ToyEngine, monkeypatch
     assert ask_moved(engine, [*prompt, 2, 3])[0] > CHUNK
 
 
-@pytest.mark.parametrize("lost", [0, 3])
-def test_chunks_that_go_before_they_are_loaded_are_computed(
-    engine: ToyEngine, lost: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    history = tokens(1, HISTORY)
-    engine.run(history)
-    prompt = [*history[:4], *history[CHUNK + 3 : 8 * CHUNK], 1]
-    request = Request("late", prompt, MOVED)
-    assert engine.match(request) == len(prompt) - 1
-    engine.allocate(request, len(prompt) - 1)
-    load, slots = CpuCopier.load, list[int]()
-
-    def losing(self: CpuCopier, source: Any, pages: Sequence[Any], layers: range) -> list[Any]:
-        slots.extend(each.slots[0].offset for each in pages if each.slots[0].offset not in slots)
-        gone = [each for each in pages if slots.index(each.slots[0].offset) == lost]
-        return [*gone, *load(self, source, [each for each in pages if each not in gone], layers)]
-
-    monkeypatch.setattr(CpuCopier, "load", losing)
-    failed = engine.finish_load(request)
-    assert failed
-    request.num_computed = min(request.block_ids.index(block) for block in failed) * BLOCK
-    check_moved(engine, request, request.num_computed)
-    engine.step((request, len(prompt) - request.num_computed))
-    check_moved(engine, request, len(prompt))
-    engine.finish(request)
-
-
 def test_prefill_hands_over_what_it_has_moved(engine: ToyEngine, stack: ExitStack) -> None:
     decoder = engine_of(engine.node, stack)
     history = tokens(1, HISTORY)
@@ -373,34 +345,3 @@ def test_a_reset_cache_moves_nothing_of_before(engine: ToyEngine) -> None:
     assert ask_moved(engine, prompt)[0] == 0
     engine.run(history)
     assert ask_moved(engine, [*prompt, 3])[0] == len(prompt) - len(prompt) % BLOCK
-
-
-def test_a_storm_of_exact_and_moved_requests_leaves_every_byte_right(
-    start_here: Callable[..., NodeThread], stack: ExitStack, place: Path
-) -> None:
-    """Prompts that share much in any order, with a node whose memory is too small for them. An exact request that was
-    given anything moved has other bytes than it computes itself, which `ToyEngine.run` compares."""
-    node = start_here(arena_bytes=MIB, disks=[str(place / "disk")])
-    engines = [engine_of(node, stack) for _ in range(2)]
-    rng = random.Random(7)
-    documents = [tokens(("d", at), rng.randrange(3, 5 * CHUNK)) for at in range(6)]
-    chats = [tokens("system", 9)]
-    moved = 0
-    for number in range(45):
-        chat = rng.choice(chats)
-        cut = rng.randrange(len(chat)) if rng.random() < 0.6 else 0
-        kept = rng.randrange(1, 10)
-        prompt = [*chat[:kept], *chat[max(kept, cut) :], *rng.choice(documents), *tokens(number, rng.randrange(1, 20))]
-        prompt = prompt[: 20 * CHUNK]
-        chats = [*chats[-8:], prompt]
-        engine = rng.choice(engines)
-        if rng.random() < 0.5:
-            moved += ask_moved(engine, prompt)[0]
-        else:
-            engine.run(prompt)
-    assert moved > 600
-    assert node.counter("moved_tokens") > 300
-    node.wait_at_rest()
-    assert not node.status().leases
-    for engine in engines:
-        assert not engine.scheduler._requests

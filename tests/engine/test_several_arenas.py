@@ -10,13 +10,12 @@ from collections.abc import Callable
 import pytest
 from node_harness import MIB
 from stream_bed import Bed
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, decode_of, prefill_of, tokens
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, tokens
 
 from pdx.memory.arena import round_up
 from pdx.testing.waiting import wait_until
 
 CHUNK_BYTES = round_up(LAYERS * CHUNK // BLOCK * PAGE_BYTES)
-PREFILL = prefill_of("x" * 20)
 AT_ONCE = 8  # chunks of a prompt that drives others out
 
 
@@ -58,23 +57,8 @@ def test_what_was_evicted_from_the_gpu_comes_back_from_host_memory(bed: Bed) -> 
     bed.node.wait_at_rest()
 
 
-def test_a_handoff_within_the_gpu_makes_no_detour(bed: Bed) -> None:
-    first, second = bed.engine(), bed.engine()
-    prompt = tokens(2, 2 * CHUNK + 7)
-    first.finish(first.save(prompt, PREFILL))
-    assert second.load([*prompt, 7], decode_of("x" * 20, prefill_tokens=len(prompt))) == len(prompt)
-    bed.node.wait_at_rest()
-    bed.node.wait_sealed(5)  # two chunks here and below, and the full block behind them
-
-
-@pytest.fixture
-def on_two(beds: Callable[..., Bed]) -> Bed:
-    """A node with host memory and room for eight chunks on each of two GPUs."""
-    room = max(MIB, 8 * CHUNK_BYTES)
-    return beds(True, "--gpus", "2", gpu="", more_gpus=["0", "1"], gpu_arena_bytes=room)
-
-
-def test_the_ranks_of_an_engine_have_their_chunks_on_their_gpus(on_two: Bed) -> None:
+def test_the_ranks_of_an_engine_have_their_chunks_on_their_gpus(beds: Callable[..., Bed]) -> None:
+    on_two = beds(True, "--gpus", "2", gpu="", more_gpus=["0", "1"], gpu_arena_bytes=MIB)
     engine = on_two.engine(gpus=("0", "1"))
     prompt = tokens(4, 3 * CHUNK + 3)
     engine.finish(engine.save(prompt, step=7))
@@ -83,13 +67,4 @@ def test_the_ranks_of_an_engine_have_their_chunks_on_their_gpus(on_two: Bed) -> 
     gpus = [arena.gpu for arena in on_two.node.status().arenas]
     assert gpus == ["", *(worker.gpu().uuid for worker in engine.by_rank if worker is not None)]
     assert on_two.engine(gpus=("0", "1")).load(prompt) == 3 * CHUNK
-    on_two.node.wait_at_rest()
-
-
-def test_a_handoff_from_one_gpu_to_another_of_the_node(on_two: Bed) -> None:
-    first, second = on_two.engine(gpus=("0",)), on_two.engine(gpus=("1",))
-    prompt = tokens(6, 2 * CHUNK + 7)
-    first.finish(first.save(prompt, PREFILL))
-    assert second.load([*prompt, 7], decode_of("x" * 20, prefill_tokens=len(prompt))) == len(prompt)
-    assert "jobs_failed" not in on_two.node.status().counters
     on_two.node.wait_at_rest()

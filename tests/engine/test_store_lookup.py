@@ -276,14 +276,6 @@ def test_a_decode_leg_waits_longer_for_a_late_answer(params: Any, waits_s: float
     assert asking.node.counted == {"request_without_pdx": 1}
 
 
-def test_a_decode_leg_takes_the_late_answer(caplog: pytest.LogCaptureFixture) -> None:
-    asking = Asking(2 * CHUNK + 5, DECODE, silent, lookup_s=1.0)
-    assert not asking.advance()
-    assert not asking.advance(after_s=4.5)
-    assert asking.advance(script=answers(3))
-    assert asking.state.hits.tokens == 2 * CHUNK + 5
-
-
 def test_a_decode_leg_does_not_wait_for_ever_for_a_node_that_says_nothing_at_all() -> None:
     asking = Asking(2 * CHUNK + 5, DECODE, silent, lookup_s=1.0)
     for _ in range(5):
@@ -297,14 +289,6 @@ def test_a_decode_leg_does_not_wait_for_ever_for_a_node_that_says_nothing_at_all
 
 
 # ---- how much is asked, and when ------------------------------------------------------------
-
-
-def test_what_a_turn_needs_is_asked_ahead_of_it() -> None:
-    asking = Asking(2 * CHUNK, None, answers(1))
-    asking.begin()
-    assert ([bool(body.nbytes) for body in asking.node.asked], asking.node.waited) == ([True], [])
-    assert asking.advance()
-    assert (len(asking.node.asked), asking.state.hits.tokens, len(asking.state.grants)) == (1, CHUNK, 1)
 
 
 @pytest.mark.parametrize(("params", "is_taken_back"), [(None, True), (DECODE, False), (PREFILL, False)])

@@ -1,4 +1,4 @@
-"""What engines find in tiers below memory: the longest beginning that is there, and nothing of other engines."""
+"""What engines find in tiers below memory: the longest beginning that is there."""
 
 from __future__ import annotations
 
@@ -6,53 +6,15 @@ import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from node_harness import MIB, NodeThread
 from remote_bed import made
-from toy_engine import BLOCK, CHUNK, PAGE_BYTES, ToyEngine, tokens
+from toy_engine import BLOCK, CHUNK, ToyEngine
 
 from pdx.testing.waiting import wait_until
 
-CHUNKS = 3
-OTHERS = [
-    {"shape": {"model": "other"}},
-    {"shape": {"dtype": "float8"}},
-    {"shape": {"backend": "other"}},
-    {"shape": {"isa": "other"}},
-    {"page_bytes": 2 * PAGE_BYTES},
-    {"shards": 2},
-]
 TIERS = [(("remote",), 2), (("disk",), 1), (("disk", "disk"), 2), (("disk", "disk", "remote"), 2)]
-
-
-@pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_of_another_engines_files_none_is_a_hit_after_a_restart(
-    start_here: Callable[..., NodeThread], place: Path, other: dict[str, Any]
-) -> None:
-    prompts = [tokens(seed, CHUNKS * CHUNK + 2) for seed in range(3)]
-    found = 0
-    for life, kind in enumerate([{}, other, {}, other]):
-        node = start_here(arena_bytes=MIB, disks=[str(place / "disk")])
-        wait_until(lambda node=node, found=found: node.status().tiers[0].chunks == found, what="the index is read")
-        with ToyEngine(node.address, **kind) as engine:
-            engine.weights = "other" if kind is other else ""
-            for prompt in prompts:
-                if life < 2:
-                    alike = [*prompt[: BLOCK * 2], *tokens(1000 + life, CHUNKS * CHUNK + 2)]
-                    assert engine.run(alike) == 0, "not in part either"
-                    assert engine.run(prompt) in (0, 2 * BLOCK), "nothing but what it computed itself a moment ago"
-                else:
-                    assert engine.run(prompt) >= CHUNKS * CHUNK
-            if life < 2:
-                node.wait_stored(2 * len(prompts) * CHUNKS * kind.get("shards", 1))
-                node.forget()
-                for prompt in prompts:
-                    assert engine.run(prompt) >= CHUNKS * CHUNK, "its own"
-        assert node.counter("disk_corrupt") == 0
-        found = node.status().tiers[0].chunks
-        node.close()
 
 
 @pytest.mark.parametrize(("tiers", "shards"), TIERS, ids=str)
