@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from service_stage import CHUNKS, Below, keys, serving
 
-from pdx.errors import ChunkMissing, TierError
+from pdx.errors import TierError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node import explanations
 from pdx.store import history
@@ -418,17 +418,6 @@ def test_what_its_engine_could_not_load_is_no_hit_any_more(service, session, fai
     assert report.hits == failed_chunk
     failed = [one.text for one in report.reasons if one.kind == "failed"]
     assert all(text.endswith("out of reach; from engine one, 0.0 s ago") for text in failed)
-
-
-def test_a_load_may_fail_because_its_lease_has_ended_or_of_a_request_that_nobody_knows(service, session, clock):
-    keep(service, session, range(4), "a")
-    lease = service.handle(session, Admit(keys(range(4)), lease_s=1.0, request="b")).lease
-    clock.now += 2.0
-    service.store.expire()
-    for request in ("b", "who"):
-        with pytest.raises(ChunkMissing):
-            service.handle(session, Release(lease, request=request, failed_chunk=1))
-    assert why(service, session, "b").hits == 1
 
 
 def test_a_part_of_a_chunk_is_told_with_its_blocks(service, session):

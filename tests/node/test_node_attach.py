@@ -7,7 +7,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from string import ascii_lowercase
 import pytest
 from node_harness import MIB, Wire, arenas_of, refused_node
 
-import pdx
 from pdx.config import NodeConfig, node_name
 from pdx.errors import ConfigError
 from pdx.memory.arena import GRANULE_BYTES
@@ -87,13 +85,6 @@ def test_who_is_refused_is_told_why(wire, who):
         refused = wire.hello(**said)
     assert (type(refused), refused.error) == (Refused, "ProtocolError")
     assert text.format(os.getpid()) in refused.text
-
-
-def test_a_process_id_no_system_can_have_is_dropped_and_kills_nothing(node, wire):
-    """2^31 does not fit into a pid_t: it once ended the node with an OverflowError."""
-    wire.tell(Hello(VERSION, 1 << 31, "client"), reply=True)
-    assert isinstance(wire.hello(), Welcome)
-    assert wire.status().counters["messages_dropped"] >= 1
 
 
 def test_a_process_can_attach_so_many_times_and_no_more(node):
@@ -237,21 +228,6 @@ def test_a_file_where_a_socket_should_be_is_left_alone(place, setting):
     with pytest.raises(ConfigError, match="is no socket"):
         Daemon(NodeConfig(arena_bytes=MIB, **addresses))
     assert file.read_text() == "data"
-
-
-def test_of_four_nodes_started_together_one_wins(address, place):
-    command = [sys.executable, "-m", "pdx.node", f'{{"address": "{address}", "arena_bytes": {MIB}}}']
-    started = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(4)]
-    try:
-        with pdx.connect(address, timeout_s=20.0) as client:
-            wait_until(lambda: sum(process.poll() == 1 for process in started) == 3, timeout_s=20.0)
-            winner = next(process for process in started if process.poll() is None)
-            assert client.status().pid == winner.pid
-    finally:
-        for process in started:
-            process.terminate()
-        codes = [process.wait(10) for process in started]
-    assert sorted(codes) == [0, 1, 1, 1]
 
 
 def test_engines_of_one_model_that_cannot_share_are_named_with_what_differs(start_here, caplog):

@@ -213,17 +213,6 @@ def test_the_largest_requests_are_served(wire):
     assert wire.ask(Abort(reserved.granted_slots)).count == len(reserved.granted_slots)
 
 
-def test_the_same_key_many_times_in_a_lookup(wire):
-    slot = wire.ask(Admit([KEY], GRANULE_BYTES)).granted_slots[0]
-    wire.ask(Fill([slot], seal=True))
-    found = wire.ask(Admit([KEY] * 1000, lease_s=5.0))
-    assert isinstance(found, Admitted)
-    assert found.hits == 1000
-    wire.ask(Release(found.lease))
-    forget(wire)
-    assert wire.status().free_bytes == 8 * MIB
-
-
 def test_what_answers_that_find_no_room_grant_is_free_again(start_here, attach):
     """The asker reads nothing for a while; what it is told later is all that it has."""
     own = start_here(arena_bytes=64 * MIB)

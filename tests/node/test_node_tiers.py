@@ -1,28 +1,22 @@
-"""What a real node counts of each tier and tells of it."""
+"""Real nodes with disks and a real remote store: what they count of each tier and tell of it, and serve from there."""
 
+import contextlib
 import os
-import re
-import urllib.request
 
 import pytest
 from click.testing import CliRunner
 from node_harness import MIB, attached
-from prometheus_client.parser import text_string_to_metric_families
+from raw_engine import CHUNK_BYTES, LAYERS, Engine, key
 from remote_bed import made
+from test_node_metrics import address_in, scrape
 
 from pdx.cli.main import main
 from pdx.telemetry.names import COPIES
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Fill, Release
 
-CHUNK_BYTES = 64 << 10
-LAYERS = 4
 COUNTED = ("hits", "misses", "loads", "stores", "loaded_bytes", "stored_bytes", "dropped", "errors")
 COUNTED += ("read_bytes", "written_bytes")
-
-
-def keys(numbers):
-    return [number.to_bytes(4, "big") * 4 for number in numbers]
 
 
 @pytest.fixture
@@ -50,7 +44,7 @@ def ask(node):
 
         def ask_it(numbers):
             fields = {"lease_s": 20.0, "wait_s": 20.0, "partial": True}
-            answer = scheduler.ask(Admit(keys(numbers), CHUNK_BYTES, LAYERS, **fields))
+            answer = scheduler.ask(Admit([key(number) for number in numbers], CHUNK_BYTES, LAYERS, **fields))
             if answer.granted_slots:
                 worker.ask(Fill(answer.granted_slots, 0, LAYERS, seal=True))
             if answer.lease:
@@ -72,28 +66,20 @@ def stored(node, chunks):
     wait_until(lambda: [tier.stores for tier in node.status().tiers] == chunks, what="all are stored")
 
 
-def told(node):
-    """By Prometheus's name and the labels' values, by the labels' names."""
-    url = re.search(r"http://[\d.:]+/metrics", node.log).group()
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        families = list(text_string_to_metric_families(answer.read().decode()))
-    return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
-
-
 def test_each_tier_is_counted_for_itself_and_told_everywhere(node, ask, place, redis):
     assert ask(range(8)) == 0
     stored(node, [4, 4, 8])
     assert counted(node) == {"a": (0, 1, 0, 4, 0, 0), "b": (0, 0, 0, 4, 0, 0), "remote": (0, 1, 0, 8, 0, 0)}
     assert ask(range(100, 116)) == 0, "all of memory is for these"
     stored(node, [12, 12, 24])
-    [damaged] = place.glob(f"b/*/{keys([1])[0].hex()}*")
+    [damaged] = place.glob(f"b/*/{key(1).hex()}*")
     with open(damaged, "r+b") as file:
         file.seek(-100, os.SEEK_END)
         file.write(b"damage")
     assert ask(range(8)) == 8
     stored(node, [12, 13, 24])  # chunk 1 has come from the store that others share, and goes to its disk again
     assert counted(node) == {"a": (4, 2, 4, 12, 0, 0), "b": (3, 1, 3, 13, 0, 1), "remote": (1, 2, 1, 24, 0, 0)}
-    found, names = told(node), {tier.name: tier for tier in node.status().tiers}
+    found, names = scrape(address_in(node.log)), {tier.name: tier for tier in node.status().tiers}
     took = [found["pdx_node_copy_seconds_count", way, kind] > 0 for kind, way in COPIES]
     assert took == [kind in ("disk", "remote") for kind, _ in COPIES]
     assert len(names) == 3
@@ -111,3 +97,27 @@ def test_each_tier_is_counted_for_itself_and_told_everywhere(node, ask, place, r
     page = CliRunner().invoke(main, ["node", "--status", "--node", node.address], env={"COLUMNS": "300"}).output
     for said in ("4 hits, 2 misses\n", "loaded 4, 256.0 KiB; stored 12, 768.0 KiB", "3 hits, 1 misses; 1 errors\n"):
         assert said in page
+
+
+def test_what_one_node_has_stored_another_serves_from_arena_disk_and_remote_in_one_answer(start_here, place, redis):
+    contents = {key(number): os.urandom(CHUNK_BYTES) for number in range(30)}
+    keys, disk = list(contents), {"disks": [str(place / "disk")]}
+
+    def save(some, counter, **tier):
+        """By a node that is gone then."""
+        node = start_here(address=f"ipc://{place}/{counter}.sock", **tier)
+        wait_until(lambda: node.status().tiers[0].state == "ok", what="its tier is ready")
+        with contextlib.closing(Engine(node.address)) as engine:
+            engine.save({name: contents[name] for name in some})
+        wait_until(lambda: node.counter(counter) == len(some), what="all are stored")
+        node.close()
+
+    save(keys[20:], "remote_stored", remote=redis.url)
+    save(keys[10:20], "disk_stored", **disk)
+    node = start_here(remote=redis.url, **disk)
+    wait_until(lambda: [tier.state for tier in node.status().tiers] == ["ok", "ok"], what="both tiers are ready")
+    with contextlib.closing(Engine(node.address)) as engine:
+        engine.save({name: contents[name] for name in keys[:10]})
+        assert engine.look([*keys, key(999)]) == list(contents.values())
+    assert (node.counter("disk_loaded"), node.counter("remote_loaded")) == (10, 10)
+    wait_until(lambda: node.status().tiers[0].chunks == 30, what="what came from afar is on the disk as well")

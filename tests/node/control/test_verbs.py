@@ -25,7 +25,6 @@ from pdx.wire.verbs import (
     Find,
     Found,
     Jobs,
-    JobStatus,
     Kept,
     List,
     Models,
@@ -338,18 +337,6 @@ def test_a_move_whose_batches_all_end_at_once_goes_on(bed, monkeypatch):
     status = node.run(Move(what, "disk", "host"))
     assert (status.state, status.chunks_done) == ("done", 30)
     assert wire.ask(Find(what)).tiers == {"host": 30, "disk": 0}
-
-
-def test_jobs_do_not_keep_others_from_what_is_done_at_once(bed):
-    node, engine, wire = bed
-    contents, others = contents_of(1000, 100, 4096), contents_of(3000, 65, 4096)
-    engine.save(contents)
-    engine.save(others)
-    jobs = [wire.ask(Move(Selection([one]), "host", "disk")) for one in others]
-    assert wire.ask(Clear(Selection(list(contents)), "host")).chunks == 100
-    for job in jobs:
-        if isinstance(job, JobStatus):
-            assert node.over(job).state == "done"
 
 
 def test_jobs_of_yesterday_and_such_that_never_were(bed):

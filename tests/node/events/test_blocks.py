@@ -55,22 +55,6 @@ def test_chunks_that_begin_alike_cost_no_more_when_they_are_many():
     assert seconds_each(2000, come_and_go) < 4 * seconds_each(125, come_and_go)
 
 
-def test_a_long_prompt_costs_no_more_for_each_chunk_than_a_short_one():
-    def come(count):
-        blocks, chunks = Blocks(), []
-        for _ in range(count):
-            chunks.append(chunk(os.urandom(16 * BLOCKS), chunks[-1].key if chunks else b""))
-
-        def measured():
-            (event,) = blocks.apply([stored(chunks)])
-            assert isinstance(event, BlockStored)
-            assert len(event.block_hashes) == BLOCKS * count
-
-        return measured
-
-    assert seconds_each(16_384, come) < 4 * seconds_each(512, come)
-
-
 def test_each_block_comes_once_to_a_place_and_goes_once():
     """Readers that count find nothing twice: not a block of several chunks, nor a chunk in several tiers of a place."""
     places = {"host": Place("CPU", "LOCAL"), "disk": Place("STORAGE", "LOCAL"), "remote": Place("STORAGE", "REMOTE")}

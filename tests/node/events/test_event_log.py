@@ -122,17 +122,6 @@ def test_the_ring_gives_what_it_has_and_says_when_it_has_not(bed):
     assert bed.log.since(bed.log.seq + 1) is None
 
 
-def test_the_ring_keeps_so_many_batches_however_small_they_are(bed, monkeypatch):
-    monkeypatch.setattr(log, "RING_BATCHES", 4)
-    bed = bed()
-    bed.log.follow("me")
-    for number in range(9):
-        bed.disk.put(key(number))
-        bed.log.turn()
-    assert len(bed.log.since(bed.log.seq - 4)) == 4
-    assert bed.log.since(bed.log.seq - 5) is None
-
-
 def test_numbers_of_a_node_that_starts_again_are_higher(bed):
     first = bed()
     first.log.follow("me")
