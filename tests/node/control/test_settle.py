@@ -41,7 +41,7 @@ def until_settled(bed, keys):
 def test_however_often_it_is_asked_each_chunk_is_copied_once(bed, monkeypatch):
     keys = put(bed, 0, 64)
     before = len(bed.service.copies)
-    for seed in range(200):
+    for seed in range(40):
         some = random.Random(seed).sample(keys, len(keys))
         bed.service.peers.on_settle("b", Settle(some, 1, "disk"))
     assert sum(len(copy.keys) for copy in bed.service.copies.of(bed.service.tiers.below[0][0])) == 64

@@ -11,9 +11,9 @@ from control_bed import ControlBed, control_bed
 from raw_engine import CHUNK_BYTES, LAYERS, key
 
 from pdx.errors import JobConflict, NodeError, TierError
+from pdx.node.control import verbs
 from pdx.node.control.jobs import STALLED_S
 from pdx.node.control.moves import ANSWER_S
-from pdx.node.control.verbs import STEP_KEYS
 from pdx.store.chunk import NODE, Claim, Wanted
 from pdx.store.disk import files
 from pdx.store.disk.tier import DiskTier
@@ -21,8 +21,8 @@ from pdx.store.health import PAUSE_S, SILENT
 from pdx.store.remote.backend import Backend, Found, fill
 from pdx.store.remote.tier import RemoteTier
 from pdx.telemetry.env import Env
-from pdx.wire import verbs
 from pdx.wire.verbs import Clear, Find, Move, PinIn, Recode, Selection
+from pdx.wire.verbs import Found as Answered
 
 
 class Shelf(Backend):
@@ -164,10 +164,10 @@ def test_a_peer_that_takes_nothing_is_said_to_take_nothing(bed, monkeypatch):
     assert bed.move(keys, "host", "disk").state == "done"
     peers = bed.service.peers
     monkeypatch.setattr(peers, "ask", lambda node, question: 1)
-    monkeypatch.setattr(peers, "answer", lambda number: verbs.Found(len(keys), 0, {}))
+    monkeypatch.setattr(peers, "answer", lambda number: Answered(len(keys), 0, {}))
     monkeypatch.setattr(peers, "push", lambda *_: [])
     job = bed.service.control(Move(Selection(keys), "disk", "disk", "b"))
-    monkeypatch.setattr(bed, "turn", lambda turn=bed.turn: turn() or setattr(bed, "now", bed.now + 0.05))
+    monkeypatch.setattr(bed, "turn", lambda turn=bed.turn: turn() or setattr(bed, "now", bed.now + 0.5))
     status = bed.over(job)
     assert status.state == "failed"
     assert "b/disk did not take 4 chunks" in status.why
@@ -255,7 +255,8 @@ def test_a_store_that_does_not_say_that_it_has_what_it_took_is_said_not_to(bed):
 
 def test_many_chunks_are_recoded_a_few_at_a_time(bed, monkeypatch):
     """Messages wait for what is looked at between two of them."""
-    keys = bed.put(1, 3 * STEP_KEYS // 2, 4096)
+    monkeypatch.setattr(verbs, "STEP_KEYS", 8)
+    keys = bed.put(1, 12, 4096)
     assert bed.move(keys, "host", "disk").state == "done"
     begun, recode = [], DiskTier.recode
 
@@ -266,7 +267,7 @@ def test_many_chunks_are_recoded_a_few_at_a_time(bed, monkeypatch):
     monkeypatch.setattr(DiskTier, "recode", counted)
     status = bed.run(Recode(Selection(keys), "disk", "lossless"))
     assert (status.state, status.chunks_done) == ("done", len(keys))
-    assert begun == [STEP_KEYS, STEP_KEYS // 2]
+    assert begun == [8, 4]
 
 
 def test_what_is_cleared_leaves_a_store_without_a_look_first(bed):

@@ -52,7 +52,7 @@ def test_chunks_that_begin_alike_cost_no_more_when_they_are_many():
 
         return measured
 
-    assert seconds_each(2000, come_and_go) < 4 * seconds_each(125, come_and_go)
+    assert seconds_each(1000, come_and_go) < 4 * seconds_each(100, come_and_go)
 
 
 def test_each_block_comes_once_to_a_place_and_goes_once():
