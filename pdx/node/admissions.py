@@ -208,11 +208,13 @@ class Admissions:
             self._counters["hit_chunks"] += min(hits, ask.sought)
             self._counters["part_hit_blocks"] += part_blocks
             if hits < ask.sought and self._tiers.below:
-                is_named = session.hello.kind == "client"
-                self._tiers.missed(self._first_missing(ask, hits, arenas), self._tiers.below, is_named=is_named)
+                missing = self._first_missing(ask, hits, arenas)
+                self._tiers.missed(missing, self._tiers.below, is_named=session.is_client)
         slots = [chunk.slot for chunk in chunks]
         by_layer = self._push(session, ask, arenas) or ask.writes is not None
-        verdicts = self._carry_out_hints(session, ask, granted, arenas)
+        verdicts: list[Verdict] = []
+        with self._faults.contain("the hints of a request"):  # which cost it nothing, whatever becomes of them
+            verdicts = self._hinting.request(ask, granted, arenas, is_named=session.is_client)
         answer = Admitted(
             hits, slots, lease, False, granted, room, full, by_layer, part_blocks, verdicts, lease_s, sources
         )
@@ -227,8 +229,8 @@ class Admissions:
         return len(found), found
 
     def _wanted(self, session: Session, ask: Admit, arenas: Sequence[int]) -> Wanted:
-        is_named, who = session.hello.kind == "client", _who(session, ask)
-        return Wanted(ask.keys, ask.shards, arenas, is_named, who, ask.groups, ask.has_tail)
+        who = _who(session, ask)
+        return Wanted(ask.keys, ask.shards, arenas, session.is_client, who, ask.groups, ask.has_tail)
 
     def _first_missing(self, ask: Admit, hits: int, arenas: Sequence[int]) -> bytes:
         """Of what is sought."""
@@ -236,15 +238,6 @@ class Admissions:
             return ask.keys[hits]
         keys = ask.needed_keys(ask.sought)
         return next((key for key in keys if not self._store.index.is_whole(key, ask.shards, arenas)), ask.last_sought)
-
-    def _carry_out_hints(
-        self, session: Session, ask: Admit, granted: Sequence[int], arenas: Sequence[int]
-    ) -> list[Verdict]:
-        """What they ask for costs the request nothing, whatever becomes of it."""
-        verdicts: list[Verdict] = []
-        with self._faults.contain("the hints of a request"):
-            verdicts += self._hinting.request(ask, granted, arenas, is_named=session.hello.kind == "client")
-        return verdicts
 
     def _load_s(self, session: Session, ask: Admit) -> float:
         """How long this request copies all that it asks for; 0: not known, or it copies only what is whole."""
@@ -368,7 +361,7 @@ class Admissions:
                     parent=b"" if ask.groups else ask.before(hits),
                     block_tokens=session.block_tokens,
                     partial=ask.partial,
-                    is_named=session.hello.kind == "client",
+                    is_named=session.is_client,
                     transfer=ask.writes,
                     deadline=deadline,
                     hints=ask.hints,
@@ -381,7 +374,7 @@ class Admissions:
             )
 
     def _writers(self, session: Session, shards: int, first: int) -> Sequence[Session]:
-        if session.hello.kind == "client":
+        if session.is_client:
             if shards != 1:
                 raise ProtocolError(f"a client writes one shard itself, not {shards}")
             return [session]
@@ -456,8 +449,8 @@ class Admissions:
         if ask.asks_room and not ask.lease_s:
             return 0.0  # it writes what is missing, and reads nothing
         awaited, hits, missing = ask.awaits, goal.hits, goal.keys[goal.hits]
-        is_named = session.hello.kind == "client"
-        wanted = Wanted(goal.keys, ask.shards, arenas, is_named, _who(session, ask), is_whole=bool(ask.groups))
+        who, is_whole = _who(session, ask), bool(ask.groups)
+        wanted = Wanted(goal.keys, ask.shards, arenas, session.is_client, who, is_whole=is_whole)
         if awaited is not None:
             if self._transfers.is_given_up(awaited):
                 return 0.0
@@ -472,7 +465,7 @@ class Admissions:
         has_more = self._tiers.below or arenas or missing in self._store.index.partial
         if has_more and (patience_s := self._tiers.may_come(wanted, hits, computing=computing)):
             return patience_s
-        if not ask.source and (is_named or not self._peers.lookups.is_on):
+        if not ask.source and (session.is_client or not self._peers.lookups.is_on):
             return 0.0  # a name says nothing of the bytes that a peer has under it
         try:
             return math.inf if self._peers.may_come(ask, goal, arenas, computing) else 0.0

@@ -279,7 +279,7 @@ class Explanations:
                 return "gap", f"here, but {whose} is missing"
             if shards:
                 return "shard", f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
-        is_named = session.hello.kind == "client"
+        is_named = session.is_client
         has_tiers = self._tiers.below
         below = self._tiers.why_not(key, ask.shards, is_named=is_named, chunk_s=chunk_s) if has_tiers else ""
         if below or slow:

@@ -303,4 +303,4 @@ def _who(name: Name) -> str:
 
 def _wanted(session: Session, ask: Admit | Expect, arenas: Sequence[int]) -> Wanted:
     has_tail = isinstance(ask, Admit) and bool(ask.groups) and ask.has_tail
-    return Wanted(ask.keys, ask.shards, arenas, session.hello.kind == "client", rules=ask.groups, has_tail=has_tail)
+    return Wanted(ask.keys, ask.shards, arenas, session.is_client, rules=ask.groups, has_tail=has_tail)

@@ -394,15 +394,14 @@ class Service:
         return Done(count)
 
     def _delete(self, session: Session, ask: Delete) -> Answer:
-        is_named = session.hello.kind == "client"
         self.names.forget(ask.keys)
-        below = [self.tiers.forget([key], is_named=is_named) for key in ask.keys]
+        below = [self.tiers.forget([key], is_named=session.is_client) for key in ask.keys]
         return Done(sum(max(count, self.store.delete([key])) for key, count in zip(ask.keys, below, strict=True)))
 
     def _advise(self, session: Session, ask: Advise) -> Answer:
         check_slots(len(ask.keys), ask.shards)
         arenas = self.sessions.arenas(session, ask.shards)
-        return self.hinting.advise(ask, arenas, is_named=session.hello.kind == "client")
+        return self.hinting.advise(ask, arenas, is_named=session.is_client)
 
     def _cancel(self, session: Session, ask: Cancel) -> Answer:
         return Done(int(self.cancel(ask.transfer, session.source)))

@@ -65,6 +65,11 @@ class Session:
         return f"engine {hello.engine}" if hello.engine else f"{hello.kind} {hello.name or hello.pid}"
 
     @property
+    def is_client(self) -> bool:
+        """Whether its keys are names, which say nothing of the bytes, and it writes what it reserves itself."""
+        return self.hello.kind == "client"
+
+    @property
     def groups(self) -> list[str]:
         """The cache groups of its engine, in a few words each."""
         return [group_title(fields) for fields in fields_of_groups(self.hello)] if self.hello.shape else []
@@ -144,7 +149,7 @@ class Sessions:
         """The workers of a session's engine, of all stages of its pipeline; none unless those of the first are all
         attached."""
         found: list[Session] = []
-        if session.hello.kind != "client":
+        if not session.is_client:
             while more := self.workers(session.hello.engine, shards, len(found)):
                 found += more
         return found
@@ -154,7 +159,7 @@ class Sessions:
 
         Empty: all of them in the first arena.
         """
-        workers = None if session.hello.kind == "client" else self.workers(session.hello.engine, shards)
+        workers = None if session.is_client else self.workers(session.hello.engine, shards)
         homes = (session.home,) * shards if workers is None else tuple(worker.home for worker in workers)
         return homes if any(homes) else ()
 
