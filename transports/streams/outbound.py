@@ -118,15 +118,12 @@ class StreamChannel(Channel):
         return transfer
 
     def _put(self, transfer: StreamTransfer) -> None:
-        """Queue it. If nothing is before it, send what the stream takes now and costs the caller little time: that
-        spares the wake-up of a thread. Never blocks."""
+        """Queue it. If nothing is before it, send what the stream takes now and costs the caller little time, which is
+        nothing of what has to be encoded or sealed: that spares the wake-up of a thread. Never blocks."""
         stream = min(self._streams, key=lambda each: each.nbytes // _BUSY_BYTES)
         stream.queue.append(transfer)
         stream.nbytes += transfer.nbytes
-        is_slow = transfer.is_coded or self._seals is not None  # takes longer than the caller has time
-        if is_slow and len(stream.queue) == 1:
-            os.eventfd_write(stream.wake_fd, 1)
-        if is_slow or len(stream.queue) > 1:
+        if len(stream.queue) > 1:
             return
         self._begin(stream, transfer)
         try:
