@@ -18,7 +18,6 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -26,7 +25,7 @@ from aiohttp import web
 from pdx.errors import ConfigError, RequestRefused
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.exchange import KEY_ROWS, TRACE, Seat
-from pdx.proxy.reply import Handler, error_response
+from pdx.proxy.reply import Handler, error_response, request_key
 from pdx.security.reread import Reread
 from pdx.security.secret_file import check_private, read
 from pdx.telemetry.env import Env
@@ -41,7 +40,7 @@ _MINUTE_NS = 60 * 10**9
 MAX_NAMES = KEY_ROWS // 4
 _PROBES = 64
 _OWN = os.urandom(32)
-_KEY: Any = web.RequestKey("key", msgspec.Struct) if hasattr(web, "RequestKey") else "key"  # not before aiohttp 3.14
+_KEY = request_key("key")
 
 
 class Key(msgspec.Struct, frozen=True):

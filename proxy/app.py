@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
-from typing import Any
 
 from aiohttp import web
 
@@ -40,6 +39,7 @@ from pdx.proxy.reply import (
     error_response,
     http_error,
     redirect_slashes,
+    request_key,
     tell_alive,
 )
 from pdx.proxy.router import serving
@@ -62,8 +62,7 @@ _STOPPED = (503, "the proxy is being stopped")
 _INTERNAL = (500, "internal error of the proxy")
 
 
-# Where a request with hints has these, and the name by which engines know it; aiohttp before 3.14 has no such class.
-_HINTED: Any = web.RequestKey("hinted", tuple) if hasattr(web, "RequestKey") else "hinted"
+_HINTED = request_key("hinted")  # where a request with hints has these, and the name by which engines know it
 
 
 class Proxy:

@@ -55,6 +55,7 @@ MAX_PEERS = 1024
 _TAG_BYTES = 4
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
 _SOON_S = 0.02  # until ZMQ has taken more of those who connect
+_UNCONNECTED = "it is not connected"
 
 
 FromNode = NodeReport | Reply | Changes
@@ -168,11 +169,7 @@ class Control:
     def order(self, node: str, order: Order) -> str:
         """Tell one node to carry out a verb, without waiting; what was wrong, empty if nothing."""
         route = self._routes.get(node)
-        if route is None or self._peer_socket is None or not self._is_named(route):
-            return "it is not connected"
-        problem = self._peer_socket.post(route, messages.encode(order))
-        if problem == GONE:
-            self._forget_route(route)
+        problem = _UNCONNECTED if route is None else self._post(route, messages.encode(order))
         self._serve_soon()
         return problem
 
@@ -194,20 +191,20 @@ class Control:
         self._send(self._list, list(self._peers))
 
     def _send(self, frame: bytes, peers: list[bytes]) -> None:
-        for peer in peers if self._peer_socket is not None else ():
+        for peer in peers:
             with self._faults.contain("a message to a node"):
-                self._post(peer, frame)
+                if self._post(peer, frame) not in ("", GONE, _UNCONNECTED):
+                    self.dropped["peer_full"] += 1
         self._serve_soon()
 
-    def _post(self, peer: bytes, frame: bytes) -> None:
-        assert self._peer_socket is not None
-        if not self._is_named(peer):
-            return
-        problem = self._peer_socket.post(peer, frame)
+    def _post(self, route: bytes, frame: bytes) -> str:
+        """What was wrong; empty: nothing."""
+        if self._peer_socket is None or not self._is_named(route):
+            return _UNCONNECTED
+        problem = self._peer_socket.post(route, frame)
         if problem == GONE:
-            self._forget_route(peer)
-        elif problem:
-            self.dropped["peer_full"] += 1
+            self._forget_route(route)
+        return problem
 
     def _is_named(self, route: bytes) -> bool:
         """Whether the roster still has the key of who is at this route, as that node's; else it is told nothing."""
@@ -294,10 +291,7 @@ class Control:
         if report.version != messages.VERSION:
             self._drop("version", arrival.key, f"it speaks version {report.version}, and this is {messages.VERSION}")
             return
-        self._roster.refresh()
-        if self._own_keys is not None and self._roster.name_of(arrival.key) != report.node:
-            text = f"a report of node {report.node[:80]!r} came with a key that is not its own"
-            self._drop("not_its_name", arrival.key, text)
+        if not self._is_its_own(arrival, report.node):
             return
         is_new = arrival.route not in self._peers
         self._forget_route(arrival.route)
@@ -316,14 +310,18 @@ class Control:
 
     def _take_answer(self, arrival: Arrival, answer: Reply | Changes) -> None:
         node = self._peers.get(arrival.route)
-        if node is None:
-            return
-        self._roster.refresh()
-        if self._own_keys is not None and self._roster.name_of(arrival.key) != node:
-            text = f"an answer of node {node[:80]!r} came with a key that is not its own"
-            self._drop("not_its_name", arrival.key, text)
-        else:
+        if node is not None and self._is_its_own(arrival, node):
             self._take(node, answer)
+
+    def _is_its_own(self, arrival: Arrival, node: str) -> bool:
+        """Whether what came is of this node, by the key that it came with."""
+        self._roster.refresh()
+        is_own = self._own_keys is None or self._roster.name_of(arrival.key) == node
+        if not is_own:
+            self._drop(
+                "not_its_name", arrival.key, f"a message of node {node[:80]!r} came with a key that is not its own"
+            )
+        return is_own
 
     def _is_believed(self, report: NodeReport, engine: EngineReport) -> bool:
         """Whether the engine is on the node's own host, as far as the roster knows. What is no URL passes: no request

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from aiohttp import web
 
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Reason, Use
@@ -18,7 +17,7 @@ from pdx.proxy.leg import Asked
 from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.placing import Keys, Prompt
 from pdx.proxy.plan import Body, Mode, model_of
-from pdx.proxy.reply import Reply
+from pdx.proxy.reply import Reply, request_key
 from pdx.proxy.router import Pair
 from pdx.proxy.routes import Route
 from pdx.proxy.timelines import Timeline
@@ -28,10 +27,8 @@ from pdx.wire.hints import Hints
 if TYPE_CHECKING:
     from pdx.proxy.traces import Trace
 
-# Where a request has its trace, if that is sampled, and its `traceparent`, if its client has told none; before aiohttp
-# 3.14 there is no such class.
-TRACE: Any = web.RequestKey("trace", object) if hasattr(web, "RequestKey") else "trace"
-BEGUN: Any = web.RequestKey("begun", str) if hasattr(web, "RequestKey") else "begun"
+# Where a request has its trace, if that is sampled, and its `traceparent`, if its client has told none.
+TRACE, BEGUN = request_key("trace"), request_key("begun")
 KEY_ROWS = 16_384  # names of API keys that are told apart in a proxy's life, and few fall on one row
 
 
@@ -154,8 +151,8 @@ class Seat(msgspec.Struct, frozen=True):
 class Drain:
     """Nothing until `begin`; all calls on one event loop."""
 
-    def __init__(self, seat: Seat | None = None) -> None:
-        self.seat = seat or Seat.alone()
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
         self.has_begun = False  # new requests are to be refused
         self.is_over = False  # requests under way are being ended, or have been
         self._scopes: set[asyncio.Timeout] = set()

@@ -121,15 +121,8 @@ class Answer:
             return Reason.STATUS_5XX
         return None if 200 <= self.status <= 299 or 400 <= self.status <= 499 else Reason.REDIRECT
 
-    async def read(self) -> bytes:
-        """The whole body. :raises LegFailed: it did not arrive whole, or does not end."""
-        return await self._read(_WHOLE_BYTES)
-
-    async def read_small(self) -> bytes:
-        """Likewise, of what is no user's answer. :raises LegFailed: also if it is not small."""
-        return await self._read(_SMALL_BYTES)
-
-    async def _read(self, most: int) -> bytes:
+    async def read(self, most: int = _WHOLE_BYTES) -> bytes:
+        """The whole body. :raises LegFailed: it did not arrive whole, does not end, or has more than `most` bytes."""
         parts: list[bytes] = []
         size = 0
         while part := await self.read_some():
@@ -270,7 +263,7 @@ class Legs:
         sent = headers if payload is None else {**headers, "Content-Type": "application/json"}
         leg = Answer(engine, self._health, None, timeout_s, timeout_s)
         async with self._sent(leg, method, path, payload=payload, headers=sent):
-            return leg, await leg.read_small()
+            return leg, await leg.read(_SMALL_BYTES)
 
     async def tokens(
         self, engine: Engine, payload: bytes, *, headers: Mapping[str, str], timeout_s: float
@@ -291,7 +284,7 @@ class Legs:
         """:raises LegFailed: it is none, or another engine may give a better one."""
         is_locked = answer.status == HTTPStatus.UNAUTHORIZED and self._config.is_keyed
         if (reason := Reason.UNAUTHORIZED if is_locked else answer.failure) is not None:
-            refusal = Refusal(answer.status, await answer.read_small(), answer.content_type, answer.headers)
+            refusal = Refusal(answer.status, await answer.read(_SMALL_BYTES), answer.content_type, answer.headers)
             raise failed(reason, answer.engine, f"status {answer.status}", answer=refusal)
 
     @asynccontextmanager

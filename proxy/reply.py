@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -13,6 +14,11 @@ from pdx.errors import ClientGone
 from pdx.proxy import sse
 from pdx.proxy.headers import REQUEST_ID, of_body, request_id, to_client
 from pdx.proxy.routes import Route
+
+
+def request_key(name: str) -> Any:
+    """A key for what a request has beside it; before aiohttp 3.14, which has a class for that, its name."""
+    return web.RequestKey(name, object) if hasattr(web, "RequestKey") else name
 
 
 def error_body(status: int, message: str, *, param: str | None = None) -> bytes:

@@ -242,7 +242,7 @@ class StandIn:
     async def answer(self, request, body):
         if self.key and request.headers.get("Authorization") != self.key:
             return refusal(401, "a key is needed")
-        if self.fault in ("hang", "stuck"):
+        if self.fault == "hang":
             await self.hang()
         if self.fault == "hold":
             await self.released.wait()

@@ -351,4 +351,4 @@ def events(raw):
 def patience(fault):
     """Settings of a proxy: a leg's limit strikes healthy engines, too, so it is short only where nothing else ends."""
     limits = {"first_byte_timeout_s": HANG_S, "answer_timeout_s": HANG_S, "idle_timeout_s": HANG_S}
-    return limits if fault in ("hang", "stuck", "hang_mid") else {}
+    return limits if fault in ("hang", "hang_mid") else {}
