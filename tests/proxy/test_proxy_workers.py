@@ -86,7 +86,14 @@ async def workers(folder, *options, count=3, **more):
 
 
 async def test_all_of_them_take_requests_and_the_load_is_that_of_all(tmp_path):
-    async with workers(tmp_path) as them:
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    token.chmod(0o600)
+    async with workers(tmp_path, "--max-header", "128K", "--cache-token-file", str(token)) as them:
+        assert "a token is needed" in await them.told(1, "/cache")
+        large = {"Authorization": f"Bearer {'t' * 100_000}"}
+        async with them.made.client.get(f"{them.made.url}/health", headers=large) as response:
+            assert response.status == 200
         for _ in range(40):
             assert await them.ask() == 200
         served = await them.served()
