@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import threading
 
 import aiohttp
 import pytest
@@ -14,11 +13,11 @@ from proxy_harness import until
 
 from pdx.errors import ConfigError
 from pdx.proxy.app import Proxy
-from pdx.proxy.cache import access, routes, verbs
+from pdx.proxy.cache import access, routes
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
 from pdx.telemetry.env import Env
-from pdx.wire.verbs import Find, JobStatus, Selection
+from pdx.wire.verbs import JobStatus
 
 RUNNING = JobStatus("a:3f-7", "move", "running", 4)
 SAID = {"what": {"keys": [KEY]}}
@@ -217,24 +216,6 @@ async def test_engines_that_name_chunks_differently_have_to_be_named(two):
     assert kind == "SelectionError", "less than a chunk is never all chunks"
 
 
-async def test_many_verbs_at_once_are_answered(one):
-    most = 0
-    node = one.nodes["a"]
-
-    def answer(_):
-        nonlocal most
-        most = max(most, len(one.made.proxy._cache.orders))
-        return RUNNING
-
-    node.answers = answer
-    told = await asyncio.gather(*(one.answers("check_finish", job="a:3f-7", wait_s=60) for _ in range(200)))
-    assert {each["a"]["job"] for each in told} == {"a:3f-7"}
-    assert len(node.orders) == 200
-    assert len({order.number for order in node.orders}) == 200
-    assert 1 < most <= 32
-    assert not one.made.proxy._cache.orders._turns
-
-
 async def test_a_conversation_of_any_depth_is_no_internal_error(one):
     """What is just not too deep to be read may be too deep to be written."""
     await one.nodes["a"].report(("engine", "http://127.0.0.1:1"))
@@ -245,24 +226,6 @@ async def test_a_conversation_of_any_depth_is_no_internal_error(one):
         found.add((await one.post("lookup", raw=raw))[0])
     assert found == {400, 503}
     assert one.counters["internal_errors"] == 0
-
-
-async def test_keys_of_prompts_are_made_one_prompt_after_the_other(one, monkeypatch):
-    making, most, together = 0, 0, threading.Event()
-
-    def make(*_):
-        nonlocal making, most
-        making += 1
-        most = max(most, making)
-        together.wait(0.02)
-        making -= 1
-        return Find(Selection([bytes.fromhex(KEY)]))
-
-    monkeypatch.setattr(verbs, "about", make)
-    await one.nodes["a"].report(("engine", "http://127.0.0.1:1"))
-    await one.told()
-    await asyncio.gather(*(one.ok("lookup", what={"tokens": [1] * 32}) for _ in range(4)))
-    assert most == 1
 
 
 async def test_too_many_verbs_are_refused_with_when_to_come_back(one, monkeypatch):
