@@ -165,6 +165,11 @@ class Cluster:
     def decode(self):
         return self.decodes[0]
 
+    def release(self):
+        """End the fault "hold" of all engines."""
+        for engine in (*self.prefills, *self.decodes):
+            engine.released.set()
+
     async def post(self, path, body, base=None, **kwargs):
         """(status, headers, bytes)"""
         async with self.client.post((base or self.url) + path, json=body, **kwargs) as response:

@@ -179,8 +179,7 @@ async def test_a_key_has_so_many_requests_at_a_time(keys):
 
         await until(is_in)
         assert await made.metric("pdx_proxy_requests_total", outcome="limited") == len(busy) - 3
-        made.prefill.released.set()
-        made.decode.released.set()
+        made.release()
         answers = await within(asyncio.gather(*busy, return_exceptions=True))
         assert [each[0] for each in answers if isinstance(each, tuple) and each[0] != 429] == [200] * 3
         assert set(made.proxy.admission._uses._cells[2::3]) == {0}
@@ -254,8 +253,7 @@ async def test_others_wait_in_turn_and_no_more_than_the_queue_has_room_for():
         assert (await made.get("/v1/models"))[0] == (await made.get("/health"))[0] == 200
         asked[1].cancel()  # who leaves waits no more
         await until(lambda: made.metric_is(1, "pdx_proxy_waiting"))
-        made.prefill.released.set()
-        made.decode.released.set()
+        made.release()
         assert [(await within(each))[0] for each in (asked[0], asked[2])] == [200, 200]
         assert [body["prompt"] for body in made.prefill.bodies] == ["prompt 0", "prompt 2"]
         assert await made.metric("pdx_proxy_requests_total", outcome="limited") == 1
@@ -278,8 +276,7 @@ async def test_nobody_waits_for_longer_than_an_engine_may_take():
         made.proxy.admission._wait_s = 0.1
         status, _, raw = await made.post(COMPLETIONS, BODY)
         assert (status, json.loads(raw)["error"]["message"]) == (429, "the request has waited 0.1 s for its turn")
-        made.prefill.released.set()
-        made.decode.released.set()
+        made.release()
         assert (await within(first))[0] == 200
         assert (await made.post(COMPLETIONS, BODY))[0] == 200
 

@@ -36,8 +36,7 @@ async def test_new_requests_are_refused_and_those_under_way_go_on(made):
     waiting = asyncio.create_task(made.proxy.drain.wait(60))
     await asyncio.sleep(0)
     assert not waiting.done()
-    made.prefill.released.set()
-    made.decode.released.set()
+    made.release()
     assert (await within(before))[0] == 200
     await within(waiting)
     assert await made.metric("pdx_proxy_requests_total", outcome="ok") == 1

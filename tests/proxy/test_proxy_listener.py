@@ -99,8 +99,7 @@ async def test_where_all_are_busy_a_newcomer_is_told_to_come_again(made, room):
         assert json.loads(body)["error"]["code"] == 503
         writer.close()
     room(True)
-    made.prefill.released.set()
-    made.decode.released.set()
+    made.release()
     assert (await within(busy))[0] == 200
     assert await event(made, "connections_refused") == 3
 
@@ -145,8 +144,7 @@ async def test_a_request_under_way_outlasts_the_time_for_a_head():
         silent, writer = await dial(made.url)
         assert await within(silent.read()) == b""
         writer.close()
-        made.prefill.released.set()
-        made.decode.released.set()
+        made.release()
         assert (await within(busy))[0] == 200
 
 
