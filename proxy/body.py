@@ -24,7 +24,6 @@ from pdx.proxy.outline import Steps, outline
 from pdx.proxy.plan import LOOKED_AT, SWITCHES, WHOLE, XARGS, Body, Mode
 from pdx.proxy.routes import FORMS, Route
 from pdx.telemetry.faults import printable
-from pdx.wire.hints import Hints
 
 LENIENT_BYTES = 256 << 10  # above, Python's reader would keep everybody waiting for 10 ms and more
 _WHOLE_TEXT = re.compile(r"\s*[+-]?[0-9]{1,18}(\.0+)?\s*", re.ASCII)
@@ -295,25 +294,9 @@ def arriving(
     return {**body, "kv_transfer_params": params}
 
 
-def hinted(leg: Body, hints: Hints) -> Body:
-    """A leg with what its request says of the future of its chunks, if it says something."""
-    if not hints.asks:
-        return leg
-    return _told(leg, pdx_hints=hints.as_object())
-
-
-def located(leg: Body, prefill_node: str) -> Body:
-    """A decode leg for an engine of another node than `prefill_node`, where what does not arrive can be asked for."""
-    return _told(leg, prefill_node=prefill_node)
-
-
-def led(leg: Body, prefix_node: str) -> Body:
-    """A leg that computes its prompt, of which `prefix_node` has more than the engine's own node; empty: none has."""
-    return _told(leg, prefix_node=prefix_node) if prefix_node else leg
-
-
-def _told(leg: Body, **params: Any) -> Body:
-    return {**leg, "kv_transfer_params": {**(leg.get("kv_transfer_params") or {}), **params}}
+def told(leg: Body, params: Body) -> Body:
+    """A leg with these transfer parameters, beside those that it has."""
+    return {**leg, "kv_transfer_params": {**(leg.get("kv_transfer_params") or {}), **params}} if params else leg
 
 
 def check_kind(request: web.Request) -> None:

@@ -174,14 +174,18 @@ class Locating:
 
         Only a decode leg may go to an engine that PDX is not known to be in: others may not take transfer parameters.
         """
-        if decodes and "kv_transfer_params" in leg:
-            prefilled_at = exchange.planned.prefiller.node if exchange.planned is not None else ""
-            leg = body.located(leg, prefilled_at) if prefilled_at not in ("", engine.node) else leg
-        if not engine.node or engine.detached:
-            return leg
-        if exchange.prompt is not None and not (decodes and "kv_transfer_params" in leg):
-            leg = body.led(leg, exchange.prompt.better(engine.node))
-        return body.hinted(leg, exchange.hints)
+        params: Body = {}
+        is_pushed = decodes and "kv_transfer_params" in leg
+        prefilled_at = exchange.planned.prefiller.node if exchange.planned is not None else ""
+        if is_pushed and prefilled_at not in ("", engine.node):  # what does not arrive can be asked for there
+            params["prefill_node"] = prefilled_at
+        if engine.node and not engine.detached:
+            better = exchange.prompt.better(engine.node) if exchange.prompt is not None else ""
+            if better and not is_pushed:  # that node has more of the prompt than the engine's own
+                params["prefix_node"] = better
+            if exchange.hints.asks:
+                params["pdx_hints"] = exchange.hints.as_object()
+        return body.told(leg, params)
 
     def over(self, exchange: Exchange) -> None:
         """The nodes of its engines have its prompt now, as far as it was answered."""
