@@ -10,7 +10,6 @@ import asyncio
 import collections
 import hashlib
 import json
-from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
@@ -418,13 +417,3 @@ def prompts_of(body):
 
 def chat_prompt(body):
     return tokenize("".join(f"<{each['role']}>{each['content']}" for each in body["messages"]) + "<assistant>")
-
-
-@asynccontextmanager
-async def standing_in(name="engine"):
-    engine = StandIn(name)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()

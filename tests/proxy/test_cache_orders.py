@@ -23,6 +23,7 @@ from pdx.wire.proxy import EngineReport, NodeReport, Order, Reply, decode_from_p
 from pdx.wire.status import Explained
 from pdx.wire.verbs import Find, Found, Selection
 
+SILENT_S = 5.0
 FIND = Find(Selection([bytes.fromhex(KEY)]))
 
 
@@ -92,30 +93,14 @@ async def test_of_two_connections_with_one_name_the_last_is_told(tmp_path, monke
         assert set(made.control._routes) == {"two", "three"}
 
 
-async def test_an_answer_that_comes_twice_at_once_counts_once():
-    env, sent = Env(), []
-    orders = Orders(SimpleNamespace(order=lambda _, order: sent.append(order) or ""), env)
-    asked = asyncio.create_task(orders.ask("a", FIND, 60.0))
-    await asyncio.sleep(0)
-    for count in (1, 2):
-        orders.replied("a", Reply(sent[0].number, Found(count, 0, {})))
-    orders.lost("a", "was started again")
-    assert (await asked).chunks == 1
-    assert env.counters["replies_late"] == 1
-    again = asyncio.create_task(Orders(orders._control, env).ask("a", FIND, 60.0))
-    await asyncio.sleep(0)
-    again.cancel()
-    assert abs(sent[1].number - sent[0].number) > 1000, "an answer to its last life is none to this one"
-
-
-async def test_what_could_not_be_posted_is_an_error_at_once():
-    orders = Orders(SimpleNamespace(order=lambda *_: "it is gone"), Env())
-    with pytest.raises(NodeUnavailable, match="node 'a' was not asked: it is gone"):
-        await orders.ask("a", FIND, 60.0)
-    assert len(orders) == 0
-
-
-SILENT_S = 5.0
+async def test_an_answer_to_a_proxys_last_life_is_none_to_this_one():
+    sent = []
+    for _ in range(2):
+        orders = Orders(SimpleNamespace(order=lambda _, order: sent.append(order) or "it is gone"), Env())
+        with pytest.raises(NodeUnavailable, match="node 'a' was not asked: it is gone"):
+            await orders.ask("a", FIND, 60.0)
+        assert len(orders) == 0
+    assert abs(sent[1].number - sent[0].number) > 1000
 
 
 class Bed:

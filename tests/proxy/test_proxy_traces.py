@@ -338,17 +338,18 @@ def test_a_proxy_without_the_package_says_what_to_install(monkeypatch):
         Proxy(ProxyConfig(otlp_traces_endpoint="http://x"))
 
 
-def test_a_protocol_that_is_none_is_refused(monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "smoke")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="'smoke': known are grpc and http/protobuf"):
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "smoke", "'smoke': known are grpc and http/protobuf"),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", str(otlp.MAX_QUEUE + 1), "--otlp-traces-endpoint http://x: .*less than"),
+    ],
+)
+def test_a_setting_that_is_none_is_refused(monkeypatch, name, value, why):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://x")
+    with pytest.raises(ConfigError, match=why):
         Proxy(ProxyConfig())
-
-
-def test_a_setting_that_is_none_is_refused(monkeypatch):
-    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", str(otlp.MAX_QUEUE + 1))
-    with pytest.raises(ConfigError, match="--otlp-traces-endpoint http://x: .*less than"):
-        Proxy(ProxyConfig(otlp_traces_endpoint="http://x"))
 
 
 async def test_workers_send_by_grpc(tmp_path, monkeypatch):

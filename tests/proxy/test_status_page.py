@@ -172,20 +172,6 @@ async def test_many_readers_cost_one_document_a_second():
         assert len(asked) == 6
 
 
-async def test_a_reader_that_goes_away_takes_nobodys_document_along():
-    async with serving(nodes=2) as (proxy, url, asked):
-        answers = proxy._control.order
-        proxy._control.order = lambda node, said: ""
-        first = asyncio.create_task(told(url))
-        await until(lambda: len(proxy._cache.orders) == 2)
-        second = asyncio.create_task(told(url))
-        proxy._control.order = answers
-        first.cancel()
-        assert (await second)[0] == 200
-        assert sorted(asked) == ["node-000", "node-001"]
-        assert len(proxy._cache.orders) == 0
-
-
 async def test_a_node_that_does_not_answer_is_told_of_as_it_was():
     async with serving(nodes=3) as (proxy, url, _asked):
         before = (await overview(url)).nodes
