@@ -56,8 +56,9 @@ class Ahead(asyncio.SelectorEventLoop):
         return self.now
 
     def _run_once(self):
-        if not self._ready and self._scheduled:
-            self.now = max(self.now, self._scheduled[0].when())
+        timers = [each.when() for each in self._scheduled if not each.cancelled()]
+        if not self._ready and timers:
+            self.now = max(self.now, min(timers))
         super()._run_once()
 
 

@@ -100,20 +100,25 @@ def test_a_server_is_drained_if_a_rank_of_it_is_and_is_the_same_in_any_order_of_
 
 def test_of_engines_that_share_no_kv_each_is_compared_with_few(found, monkeypatch):
     """After weights were changed everywhere each engine has a layout of its own."""
-    asked = []
+    asked, steps = [], []
     monkeypatch.setattr("pdx.proxy.engines._can_share", lambda engines: asked.append(engines) or can_share(engines))
-    steps = []
-    for count in (20, 40):
+
+    def apart(count, alike):
+        """Of so many engines, of which so many each have one layout."""
         told = report(*((f"e{n}", "prefill" if n % 2 else "decode", f"http://e{n}:1") for n in range(count)))
-        apart = [
-            msgspec.structs.replace(one, layout=bytes([n]) * 16, shape={"model": "m"})
+        listed = [
+            msgspec.structs.replace(one, layout=bytes([n // alike]) * 16, shape={"model": "m"})
             for n, one in enumerate(told.engines)
         ]
-        found.report(msgspec.structs.replace(told, engines=apart))
+        found.report(msgspec.structs.replace(told, engines=listed))
+        return found.apart()
+
+    for count in (20, 40):
         asked.clear()
-        assert found.apart()
+        assert apart(count, 1)
         steps.append(len(asked))
     assert steps[1] <= 2 * steps[0]
+    assert not apart(40, 2), "each has one that it can share with"
 
 
 def test_a_report_that_says_nothing_new_costs_the_same_with_more_nodes(clock, found):

@@ -62,11 +62,12 @@ OF_CHATS = [(False, 500, "status_5xx"), (True, "reset", "reset"), (True, "defect
 
 @pytest.mark.parametrize(
     ("path", "stream", "fault", "reason"),
-    [(COMPLETIONS, False, *each) for each in OF_COMPLETIONS.items()] + [(CHAT, *each) for each in OF_CHATS],
+    [(COMPLETIONS, False, *each) for each in OF_COMPLETIONS.items()]
+    + [(COMPLETIONS, True, 500, "status_5xx"), *((CHAT, *each) for each in OF_CHATS)],
 )
 async def test_prefill_fails_and_one_engine_serves_alone(path, stream, fault, reason, monkeypatch):
-    """The decode leg of a chat is under way by then, and goes on."""
-    body = {**(PROMPTS if path == COMPLETIONS else TALK), "stream": stream}
+    """The decode leg of a chat, or of one prompt, is under way by then, and goes on."""
+    body = {**(TALK if path == CHAT else BODY if stream else PROMPTS), "stream": stream}
     async with cluster(**patience(fault)) as made:
         want = await expected(made, {**body, "stream": False}, path)
         if fault == "defect":
@@ -77,7 +78,7 @@ async def test_prefill_fails_and_one_engine_serves_alone(path, stream, fault, re
         assert (status, headers["x-pdx-mode"], text_of(raw, stream=stream)) == (200, "alone", want)
         assert len(made.decode.seen) == 1
         assert await made.node.cancelled() == headers["x-pdx-transfer-id"]
-        if path == COMPLETIONS:
+        if path == COMPLETIONS and not stream:
             assert "kv_transfer_params" not in made.decode.bodies[-1]
         for name in ("fallbacks", "cancels"):
             assert await made.metric(f"pdx_proxy_{name}_total", reason=f"prefill_{reason}") == 1

@@ -17,9 +17,10 @@ from pdx.proxy.probe import Probes
 from pdx.telemetry.env import Env
 
 
-@pytest.mark.parametrize(("leg", "fault"), [("prefill", "reset"), ("decode", 500)])
-async def test_one_bad_engine_of_four_is_no_black_hole(leg, fault):
-    """Its first requests are served by others, and once it is suspect it gets none."""
+@pytest.mark.parametrize(("leg", "fault"), [("prefill", "reset"), ("decode", "nonsense")])
+async def test_one_bad_engine_of_four_is_no_black_hole(leg, fault, monkeypatch):
+    """Its first requests are served by others, and once it is suspect it gets none, until a probe sees a token."""
+    monkeypatch.setattr(health_module, "FIRST_S", 0.1)
     async with cluster(prefills=4, decodes=4) as made:
         bad = getattr(made, leg)
         bad.fault = fault
@@ -38,6 +39,10 @@ async def test_one_bad_engine_of_four_is_no_black_hole(leg, fault):
         for _ in range(2):
             assert await burst() == {200}
         assert len(bad.seen) == seen
+        bad.fault = None
+        await made.metric_reaches(1, "pdx_proxy_engine_ready", url=bad.url)
+        assert await burst() == {200}
+        assert len(bad.seen) > seen
 
 
 async def test_an_engine_behind_a_key_is_on_trial_until_a_request_succeeds():
