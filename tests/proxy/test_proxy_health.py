@@ -90,6 +90,7 @@ async def test_a_request_that_fails_everywhere_pardons_no_broken_connection():
 async def test_what_the_proxy_lacks_is_no_engines_fault():
     connect = aiohttp.TCPConnector.connect
     async with cluster() as made:
+        records = [made.proxy._health.of(engine.url) for engine in (made.prefill, made.decode)]
         for lack in OWN_LACK:
 
             async def lacking(connector, request, *rest, lack=lack, **more):
@@ -103,6 +104,9 @@ async def test_what_the_proxy_lacks_is_no_engines_fault():
                     assert (status, headers["Retry-After"]) == (503, "1")
                     assert json.loads(raw)["error"]["code"] == 503
                 assert (await made.get("/v1/models"))[0] == 503
+                for record in records:
+                    record.probe_at = 0.0
+                await until(lambda: all(record.probe_at for record in records))
             assert await made.metric("pdx_proxy_exhausted_total", lack=errno.errorcode[lack]) == 3
         assert json.loads((await made.get("/health"))[1])["decoders"] == 1
         status, headers, _ = await made.post(COMPLETIONS, BODY)
