@@ -549,18 +549,6 @@ def test_the_index_is_read_while_the_node_serves(bed, gate):
     assert bed.store(9)
 
 
-def test_files_that_no_tier_wrote_stay(bed):
-    assert bed.store(1)
-    mine = [bed.root / "notes.txt", bed.root / "ab" / "notes.txt", bed.root / "01" / bed.file(2).name]
-    for path in mine:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-    bed.restart()
-    assert bed.has(1)
-    assert all(path.read_text() == "mine" for path in mine)
-    assert bed.counters["disk_foreign"] == 2
-
-
 # ---- the model ------------------------------------------------------------------------------
 
 

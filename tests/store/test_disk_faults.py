@@ -75,17 +75,41 @@ def lost(bed, number, kind):
 # ---- reading --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [0, 36_863])
-def test_a_truncated_file_is_removed_when_a_node_starts(bed, nbytes):
-    assert bed.store(1)
-    assert bed.store(2)
-    os.truncate(bed.file(1), nbytes)
-    bed.restart()
-    assert bed.counters["disk_truncated"] == 1
-    assert not bed.has(1)
-    assert bed.load(2) is None
-    assert bed.files == [bed.file(2)]
-    assert bed.tier.used_bytes == bed.charge
+def test_a_node_that_starts_finds_what_is_whole_removes_what_is_broken_and_leaves_what_no_tier_wrote(
+    bed, tmp_path, monkeypatch
+):
+    for number in range(1, 6):
+        assert bed.store(number)
+    bed.close_tier()
+    os.truncate(bed.file(1), 0)
+    os.truncate(bed.file(2), 36_863)
+    bed.file(3).rename(tmp_path / "elsewhere")
+    bed.file(3).symlink_to(tmp_path / "elsewhere")
+    bed.file(6).with_suffix(".partial").write_bytes(b"")
+    in_their_places = [bed.file(7), bed.file(8).with_suffix(".partial")]
+    others = [bed.root / "01" / bed.file(9).name, *(bed.root / name / "notes.txt" for name in ("", "ab", "lost+found"))]
+    mine = [*(folder / "mine" for folder in in_their_places), *others]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    real = os.scandir
+
+    def scandir(path):
+        if os.fspath(path).endswith("lost+found"):  # a disk's own, which its user may not read
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    bed.open()
+    assert [number for number in range(1, 10) if bed.has(number)] == [4, 5]
+    assert [bed.load(number) for number in (4, 5)] == [None, None]
+    kinds = {kind: bed.counters[f"disk_{kind}"] for kind in ("truncated", "corrupt", "unfinished", "foreign")}
+    assert kinds == {"truncated": 2, "corrupt": 2, "unfinished": 2, "foreign": 2}
+    assert bed.tier.used_bytes == 2 * bed.charge + sum(folder.stat().st_blocks * 512 for folder in in_their_places)
+    assert not any(os.path.lexists(bed.file(number)) for number in (1, 2, 3))
+    assert (tmp_path / "elsewhere").exists(), "the link is removed, and not what it leads to"
+    assert all(path.read_text() == "mine" for path in mine)
+    assert [bed.store(number) for number in (7, 8, 9)] == [False, False, True]
 
 
 @pytest.mark.long  # the suite of tiers flips some
@@ -462,18 +486,6 @@ def test_a_folder_in_whose_place_there_is_a_link_is_not_written_to(bed, tmp_path
     assert bed.has(0x0102)
 
 
-def test_a_link_under_the_name_of_a_chunk_is_not_followed_when_a_node_starts(bed, tmp_path):
-    assert bed.store(1)
-    assert bed.store(2)
-    bed.file(1).rename(tmp_path / "elsewhere")
-    bed.file(1).symlink_to(tmp_path / "elsewhere")
-    bed.restart()
-    assert not bed.has(1)
-    assert bed.counters["disk_corrupt"] == 1
-    assert bed.files == [bed.file(2)]
-    assert (tmp_path / "elsewhere").exists()
-
-
 # ---- writing --------------------------------------------------------------------------------
 
 
@@ -631,34 +643,6 @@ def test_the_older_of_two_files_of_a_chunk_is_removed_when_a_node_starts(bed, mo
     assert bed.load(1) is None
     assert bed.files == [bed.file(1)]
     assert (bed.tier.num_chunks, bed.tier.used_bytes) == (1, bed.charge)
-
-
-def test_folders_that_no_tier_made_are_not_looked_into(bed, monkeypatch):
-    """A disk has a `lost+found`, which its user may not read."""
-    assert bed.store(1)
-    (bed.root / "lost+found").mkdir()
-    real = os.scandir
-
-    def scandir(path):
-        if os.fspath(path).endswith("lost+found"):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    bed.restart()
-    assert bed.load(1) is None
-
-
-@pytest.mark.parametrize("name", ["chunk", "partial"])
-def test_a_folder_in_the_place_of_a_file_stays(bed, name):
-    assert bed.store(1)
-    bed.file(2).with_suffix(f".{name}").mkdir(parents=True)
-    (bed.file(2).with_suffix(f".{name}") / "mine").write_text("mine")
-    bed.restart()
-    assert bed.load(1) is None
-    assert (bed.file(2).with_suffix(f".{name}") / "mine").exists()
-    assert not bed.store(2)
-    assert bed.store(3)
 
 
 def test_a_bug_while_files_are_counted_costs_stores_and_nothing_else(bed, monkeypatch):

@@ -44,35 +44,23 @@ def test_what_a_reader_may_not_remove_costs_itself_alone(beds, redis, monkeypatc
     assert bed.load(MAX_FAILURES + 1) is None
 
 
-def test_wrong_credentials_are_said(beds, redis, monkeypatch, caplog):
+def test_wrong_credentials_are_said_and_right_ones_come_from_a_file(beds, redis, tmp_path, monkeypatch, caplog):
     redis.cli("CONFIG", "SET", "requirepass", "the right one")
     monkeypatch.setenv("PDX_REMOTE_PASSWORD", "a wrong one")
     bed = beds(redis.url)
     bed.paused("denied")
     assert "denied" in bed.tier.status().state
     assert "a wrong one" not in caplog.text
-
-
-def test_credentials_come_from_a_file(beds, redis, tmp_path):
-    redis.cli("CONFIG", "SET", "requirepass", "the right one")
     file = credentials(tmp_path, password="the right one")
     assert beds(redis.url, credentials=file).opened().store(1) is None
 
 
-def test_wrong_credentials_of_s3_are_said(beds, s3, tmp_path, monkeypatch):
-    for name, value in s3.env().items():
-        monkeypatch.setenv(name, value)
-    bed = beds(s3.url, credentials=credentials(tmp_path, access_key_id="somebody", secret_access_key="wrong"))
-    bed.paused("denied")
-
-
-def test_credentials_of_s3_come_from_a_file(beds, s3, tmp_path, monkeypatch):
+def test_of_s3_too(beds, s3, tmp_path, monkeypatch):
     env = s3.env()
     own = {name.lower(): env.pop(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    for name, value in env.items():
+    for name, value in (env | {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "wrong"}).items():
         monkeypatch.setenv(name, value)
+    beds(s3.url).paused("denied")
     bed = beds(s3.url, credentials=credentials(tmp_path, **own)).opened()
     assert bed.store(1) is None
     assert bed.load(1) is None
