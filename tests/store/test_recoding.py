@@ -13,7 +13,7 @@ from pdx.errors import TierError
 from pdx.memory.form import Form
 from pdx.store import chunk_format, store_tier
 from pdx.store.codecs.codec import LOSSLESS, NONE
-from pdx.store.disk import chunk_file, folder
+from pdx.store.disk import chunk_file
 
 FORM = Form("int8", "bf16", (1, 4, 16, 2, 64))  # pages of 16 KiB: 16 in a chunk, 4 in a slice
 CHARGE = chunk_file.disk_bytes(KV_BYTES, 4)
@@ -49,11 +49,7 @@ def account_is_true(bed):
     assert not bed.tier._reading
 
 
-@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
-def test_files_are_encoded_and_decoded_in_place(make, monkeypatch, is_direct):
-    if not is_direct:
-        monkeypatch.setattr(folder, "takes_direct", lambda root: False)
-    bed = make()
+def test_files_are_encoded_and_decoded_in_place(bed):
     for number in range(6):
         assert bed.store(number)
     before, times = bed.tier.used_bytes, {number: bed.path(number).stat().st_mtime_ns for number in range(6)}

@@ -55,7 +55,7 @@ def test_wrong_credentials_are_said_and_right_ones_come_from_a_file(beds, redis,
     assert beds(redis.url, credentials=file).opened().store(1) is None
 
 
-def test_of_s3_too(beds, s3, tmp_path, monkeypatch):
+def test_wrong_credentials_of_s3_are_said_and_right_ones_come_from_a_file(beds, s3, tmp_path, monkeypatch):
     env = s3.env()
     own = {name.lower(): env.pop(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}
     for name, value in (env | {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "wrong"}).items():
