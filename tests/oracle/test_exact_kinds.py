@@ -1,5 +1,5 @@
-"""The toy is a model of vLLM, kind by kind: its pages lie as vLLM's do, and its tokens depend on exactly what its layers
-look at."""
+"""The toy is a model of vLLM, kind by kind: its pages lie as vLLM's do, and its tokens depend on exactly what its
+layers look at."""
 
 from __future__ import annotations
 
