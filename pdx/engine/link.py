@@ -152,6 +152,7 @@ class NodeLink:
                     if connection is not None:
                         self._attached.set()
                     return
+            connection.arena.populate_in_background()  # for who copies: a scheduler half never looks at it
             use(connection.arena)
             self._used = connection
             with self._lock:
@@ -185,7 +186,6 @@ class NodeLink:
             return
         try:
             if connection.attach(ANSWER_S):
-                connection.arena.populate_in_background()
                 with self._lock:
                     uncounted, self._uncounted = self._uncounted, Counter()
                     (epoch, unsaid), self._unsaid = self._unsaid, (0, [])

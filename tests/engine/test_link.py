@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import zmq
+from toy_engine import Engines
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine.link import NodeLink
+from pdx.memory.arena import Arena
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import VERSION, Hello
 from pdx.wire.proxy import decode_to_proxy
@@ -92,3 +94,13 @@ def test_the_fingerprint_that_keys_are_made_with_is_told_at_once_and_to_each_nod
         link.close()
         context.destroy(linger=0)
         (place / "proxy.sock").unlink()
+
+
+def test_the_arena_is_mapped_page_by_page_where_its_bytes_are_copied_alone(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables of all pages of a large arena take memory and time, and the scheduler half copies nothing."""
+    mapped: list[Arena] = []
+    monkeypatch.setattr(Arena, "populate_in_background", mapped.append)
+    engine = engines(shards=2)
+    assert {id(each) for each in mapped} == {id(worker.link.connection.arena) for worker in engine.workers}
