@@ -101,6 +101,6 @@ def test_the_arena_is_mapped_page_by_page_where_its_bytes_are_copied_alone(
 ) -> None:
     """Tables of all pages of a large arena take memory and time, and the scheduler half copies nothing."""
     mapped: list[Arena] = []
-    monkeypatch.setattr(Arena, "populate_in_background", mapped.append)
+    monkeypatch.setattr(Arena, "populate_in_background", lambda arena: mapped.append(arena))
     engine = engines(shards=2)
     assert {id(each) for each in mapped} == {id(worker.link.connection.arena) for worker in engine.workers}
