@@ -36,7 +36,6 @@ from pdx.cli.doctor import examine_channel
 from pdx.cli.node import check_channels
 from pdx.errors import PdxError
 from pdx.testing.waiting import came_true
-from pdx.wire.status import PeerStatus
 
 FOLDER = SCRATCH
 FLAGS = ("--dtype", "float32", "--enforce-eager")
@@ -74,18 +73,14 @@ def make_bed(name: str) -> Bed:
     return Bed(make_model(name), name, flags, env, FOLDER / "logs", 6000, "2GiB")
 
 
-def check_pair(pair: str) -> dict[str, float]:
-    """GB/s of that channel in a trial; empty with AUTO, where the nodes measure by themselves.
-
-    :raises PdxError: that channel does not work on this machine; the text says what would help.
-    """
+def check_pair(pair: str) -> None:
+    """:raises PdxError: that channel does not work on this machine; the text says what would help."""
     if pair == AUTO:
-        return {}
+        return
     check_channels([pair])
     trial = examine_channel(pair, TRIAL_BYTES, TRIAL_S).trial
     if trial.state != "ok":
         raise PdxError(f"channel {pair} does not work here: {trial.why}\n{trial.fix}".strip())
-    return {} if trial.rate is None else {pair: trial.rate.median_gb_s}
 
 
 def ask_at_once(url: str, requests: Sequence[Request]) -> list[Answer]:
@@ -180,16 +175,11 @@ def _timeline(running: PdxRunning, transfer: str, *, is_wired: bool) -> dict[str
     return timeline
 
 
-def wire_of(running: PdxRunning, tried: dict[str, float]) -> Wire:
-    """What went from node to node. `tried`: GB/s of the channel before they ran."""
-
-    def peer(node: str, name: str) -> PeerStatus:
-        return next(each for each in running.status(node).peers if each.name == name)
-
-    there, here = peer("prefill", "decode"), peer("decode", "prefill")
-    # Nodes that were told one channel have nothing to choose, so they measure nothing.
-    rates = there.rates or tried
-    return Wire(there.channel, there.sent_bytes, here.landed_bytes, there.landed_bytes, rates)
+def wire_of(running: PdxRunning) -> Wire:
+    """What went from node to node."""
+    there = next(each for each in running.status("prefill").peers if each.name == "decode")
+    here = next(each for each in running.status("decode").peers if each.name == "prefill")
+    return Wire(there.channel, there.sent_bytes, here.landed_bytes)
 
 
 def main() -> int:
@@ -199,10 +189,9 @@ def main() -> int:
     options = parser.parse_args()
     pair, work = options.pair or None, WORKLOADS[options.model]()
     FOLDER.mkdir(exist_ok=True)
-    tried: dict[str, float] = {}
     if pair is not None:
         say(f"trying channel {pair} between two processes")
-        tried = check_pair(pair)
+        check_pair(pair)
     bed = make_bed(work.model)
     say("asking plain vLLM, without PDX, for the answers to compare with")
     answers = reference(bed, work)
@@ -216,7 +205,7 @@ def main() -> int:
         for together in work.rounds(answers):
             say(f"  {together[0].name if len(together) == 1 else f'{len(together)} at once'}")
             rows += run_round(running, together, answers, is_wired=pair is not None)
-        wire = None if pair is None else wire_of(running, tried)
+        wire = None if pair is None else wire_of(running)
         say("stopping")
     finally:
         running.close()

@@ -49,8 +49,6 @@ class Wire:
     channel: str
     sent_bytes: int
     landed_bytes: int
-    fetched_bytes: int  # the other way: what the decode engine had computed
-    rates: dict[str, float]  # GB/s by channel: the nodes' own where they had a choice, else of the trial beforehand
 
 
 def table(rows: Sequence[Row], wire: Wire | None, kv_bytes: int) -> Table:
@@ -96,13 +94,8 @@ def summary(rows: Sequence[Row], wire: Wire | None) -> dict[str, Any]:
         return result
     return result | {
         "pair": wire.channel,
-        "across_share": _hidden_share(rows),
         "sent_mb": round(wire.sent_bytes / 1e6, 1),
-        "landed_mb": round(wire.landed_bytes / 1e6, 1),
-        "fetched_mb": round(wire.fetched_bytes / 1e6, 1),
         "push_ms_p50": _median(rows, "push_ms"),
-        "push_lead_ms_p50": _median(rows, "push_lead_ms"),
-        "probed_gb_s": {scheme: round(rate, 2) for scheme, rate in wire.rates.items()},
     }
 
 
