@@ -12,8 +12,10 @@ import zmq
 from connection_stage import TIMEOUT_S, Raw, key_files, settled, write_roster, zmq_events
 
 from pdx.errors import ConfigError, PeerUnknown
+from pdx.node.peers import connections
 from pdx.node.peers.connection import Ending
 from pdx.security.curve_keys import KeyPair
+from pdx.security.peer_socket import PeerSocket
 from pdx.wire.messages import Bye, Push, Refused
 
 
@@ -72,8 +74,11 @@ def test_who_is_in_both_rosters_is_let_in(cluster):
     assert not beta.counters
 
 
-def test_a_key_that_is_not_in_the_roster_gets_nowhere(loopback, caplog):
+def test_a_key_that_is_not_in_the_roster_gets_nowhere(stage, caplog, monkeypatch):
     """CVE-2026-92972, CVE-2026-103765: membership is proven."""
+    impatient = {"timeout_s": 0.3}  # who was not let in tries again when ZMQ has hung up
+    monkeypatch.setattr(connections, "PeerSocket", lambda *said, **more: PeerSocket(*said, **{**more, **impatient}))
+    loopback = Cluster(stage, "tcp://127.0.0.1:0")
     with caplog.at_level(logging.WARNING):
         stranger, plain = loopback.raw(loopback.keys["stranger"]), loopback.raw(None)
         for each in (stranger, plain):
