@@ -197,6 +197,18 @@ def test_chunks_of_one_step_that_were_reserved_apart_go_end_first(store):
     assert there(store, "abcdefgh") == "abcde"
 
 
+def test_a_chunk_is_pinned_as_often_as_it_was_pinned(store):
+    put(store, "abcdefgh")
+    for _ in range(2):
+        assert store.pin(keys("a"), 1, pinned=True) == 1
+    store.pin(keys("a"), 1, pinned=False)
+    assert store.reserve(claim(keys("stuvwxyz")))[2]
+    for _ in range(3):
+        store.pin(keys("a"), 1, pinned=False)
+    put(store, "stuvwxyz")
+    assert there(store, "a") == ""
+
+
 def test_a_chunk_goes_with_all_its_shards(store):
     put(store, "abcd", writers=[2, 3])
     put(store, "x")
