@@ -106,6 +106,12 @@ def test_a_slice_that_is_larger_than_a_write_goes_alone(stage):
     assert [job.nbytes for job in stage.way.jobs] == [10 * MIB, 10 * MIB]
 
 
+def test_many_small_slices_are_a_full_write_too(stage):
+    slots = pushed(stage, list(range(600)), 64, layers=4)
+    stage.fill(slots, 0, 2)
+    assert [sum(one.layers for one in job.slices) for job in stage.way.jobs] == [MAX_SLICES]
+
+
 def test_the_longest_notification_has_room_for_all_digests():
     """As many slices as a write may have, in as many chunks, with the longest numbers."""
     one = Slices(1 << 48, (1 << 63) - 1, MAX_LAYERS - 1, 1, bytes(DIGEST_BYTES))

@@ -63,14 +63,15 @@ def test_a_codec_of_a_later_release_is_a_miss(bed, monkeypatch):
     assert not bed.has(1)
 
 
-def test_a_slice_that_says_it_is_another_size_is_damaged(bed):
+@pytest.mark.parametrize(
+    "forge", [lambda sizes: bytes([sizes[0] ^ 1]) + sizes[1:], lambda sizes: sizes + bytes(4)], ids=["size", "number"]
+)
+def test_slices_that_say_they_are_others_are_damaged(bed, forge):
     """By somebody who makes digests, too."""
     assert bed.store(1)
     whole = memoryview(bytearray(bed.files[0].read_bytes()))
     header = chunk_format.parsed(whole, len(whole), "file")
-    sizes = bytearray(header.sizes)
-    sizes[0] ^= 1
-    forged = chunk_format._head(msgspec.structs.replace(header, sizes=bytes(sizes)))
+    forged = chunk_format._head(msgspec.structs.replace(header, sizes=forge(header.sizes)))
     whole[: len(forged)] = forged
     bed.path(1).write_bytes(whole)
     assert bed.load(1).kind in ("corrupt", "truncated")
