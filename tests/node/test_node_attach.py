@@ -16,7 +16,7 @@ import pytest
 from node_harness import MIB, Wire, arenas_of, refused_node
 
 from pdx.config import NodeConfig, node_name
-from pdx.errors import ConfigError
+from pdx.errors import ConfigError, NodeError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.daemon import Daemon
 from pdx.node.service import MAX_DEGRADED, PROBE_BYTES
@@ -87,22 +87,22 @@ def test_who_is_refused_is_told_why(wire, who):
     assert text.format(os.getpid()) in refused.text
 
 
-def test_a_process_can_attach_so_many_times_and_no_more(node):
-    with contextlib.ExitStack() as wires:
-        for _ in range(MAX_OF_ONE_PROCESS):
-            assert isinstance(wires.enter_context(Wire(node.address)).hello(), Welcome)
-        refused = wires.enter_context(Wire(node.address)).hello()
-        assert isinstance(refused, Refused)
-        assert f"attached {MAX_OF_ONE_PROCESS} times already" in refused.text
-    assert isinstance(wires.enter_context(Wire(node.address)).hello(), Welcome)
-    wires.close()
-
-
 @pytest.fixture
 def sessions():
     made = Sessions()
     yield made
     made.close()
+
+
+def test_a_process_can_attach_so_many_times_and_no_more(sessions):
+    def attach(number):
+        return sessions.attach(b"%d" % number, hello_of(os.getpid()), os.getpid(), 0.0)
+
+    first, *_ = [attach(number) for number in range(MAX_OF_ONE_PROCESS)]
+    with pytest.raises(NodeError, match=f"attached {MAX_OF_ONE_PROCESS} times already"):
+        attach(MAX_OF_ONE_PROCESS)
+    sessions.detach(first)
+    attach(MAX_OF_ONE_PROCESS)
 
 
 def test_who_has_ended_is_told_once_whoever_else_is_attached(sessions):
