@@ -207,8 +207,8 @@ def cluster_of(place):
     clusters = []
     with fake_cuda(gpus=2):
 
-        def start(names, gpus, *flags, **settings):
-            clusters.append(GpuCluster(place, names, gpus, *flags, **settings))
+        def start(names, gpus, **settings):
+            clusters.append(GpuCluster(place, names, gpus, **settings))
             clusters[-1].start(*names)
             return clusters[-1]
 

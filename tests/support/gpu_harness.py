@@ -54,15 +54,14 @@ class GpuNode(NodeProcess):
 class GpuCluster(Cluster):
     """Nodes that know each other; `gpus` says which are on which GPU of the fake driver, the others on none."""
 
-    def __init__(self, place: Path, names: str, gpus: dict[str, str], *flags: str, **settings: Any) -> None:
+    def __init__(self, place: Path, names: str, gpus: dict[str, str], **settings: Any) -> None:
         self._gpus = gpus
-        self._flags = flags
         super().__init__(place, names, **settings)
 
     def node(self, name: str, config: NodeConfig) -> NodeProcess:
         """Also those in host memory have the driver, as on a host with GPUs."""
         config = msgspec.structs.replace(config, gpu=self._gpus.get(name, ""))
-        return GpuNode(config, "--gpus", "2", *self._flags)
+        return GpuNode(config, "--gpus", "2")
 
 
 class GpuPuppet(Puppet):

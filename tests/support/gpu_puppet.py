@@ -9,10 +9,8 @@ from fake_cuda import fake_cuda
 from node_puppet import serve
 
 import pdx
-from pdx.cuda.arena import fetch_handle
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import num_mapped
-from pdx.memory.slot import Slot
 
 
 class Puppet:
@@ -54,24 +52,8 @@ class Puppet:
     def is_current(self, name):
         return self.arena.is_current(self.chunks[name].slot)
 
-    def is_current_at(self, *slot):
-        return self.arena.is_current(Slot(*slot))
-
-    def fetch(self, path, ticket):
-        handle, _ = fetch_handle(path, bytes.fromhex(ticket), 5.0)
-        return handle.kind
-
     def mapped(self):
         return num_mapped()
-
-    def leftovers(self):
-        return self.fake.leftovers()
-
-    def contexts(self):
-        return self.fake.counts()["contexts"]
-
-    def close(self):
-        self.node.close()
 
 
 def main():

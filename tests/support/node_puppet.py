@@ -1,13 +1,9 @@
 """A client process on strings: reads one JSON list [verb, arguments…] per line, answers one JSON value per line."""
 
 import json
-import os
 import sys
 
 import pdx
-from pdx.client.connection import Connection
-from pdx.memory.slot import Slot
-from pdx.wire.messages import VERSION, Fill, Hello
 
 
 class Puppet:
@@ -58,16 +54,6 @@ class Puppet:
 
     def status(self):
         return self.node.status().counters
-
-    def work(self, engine):
-        """Attach once more, as the worker of an engine."""
-        self.worker = Connection(sys.argv[1], Hello(VERSION, os.getpid(), "worker", engine=engine))
-        return self.worker.attach(20.0)
-
-    def fill_slot(self, offset, nbytes, generation, arena, layers):
-        """As the worker: all slices of this slot, and the seal."""
-        answer = self.worker.call(Fill([Slot(offset, nbytes, generation, arena)], layers=layers, seal=True), 20.0)
-        return answer.count
 
 
 def serve(puppet, told):
