@@ -59,13 +59,9 @@ class Explanations:
 
     def not_moved(self, session: Session, request: str) -> None:
         """Nothing was found of a request at other positions."""
-        if not request:
-            return
-        name, verdict = (_whose(session), request), Verdict("reuse", "refused", "nothing is there that begins so")
-        remember(self._reuse, name, verdict, MAX_REQUESTS)
-        if (known := self._of_request.get(name)) is not None:
-            others = [each for each in known[1].verdicts if each.field != "reuse"]
-            self._of_request[name] = known[0], replace(known[1], verdicts=[*others, verdict])
+        if request:
+            verdict = Verdict("reuse", "refused", "nothing is there that begins so")
+            remember(self._reuse, (_whose(session), request), verdict, MAX_REQUESTS)
 
     def reasons(
         self,
@@ -136,19 +132,14 @@ class Explanations:
         shown = printable(ask.request, MAX_NAME - 1), printable(whose, MAX_NAME - 1)  # clients choose both
         shown_reasons = reasons[:MAX_REASONS]
         chunks = max(ask.sought, answer.hits)  # the tail that it would write itself may have been there
-        verdicts = self._verdicts((whose, ask.request), ask, answer)
+        verdicts = answer.verdicts
+        if ask.moved:  # that is a question of its own, and the others stay as they were answered
+            reuse = Verdict("reuse", "accepted" if answer.hits else "refused")
+            remember(self._reuse, (whose, ask.request), reuse, MAX_REQUESTS)
+            before = self._of_request.get((whose, ask.request))
+            verdicts = before[1].verdicts if before is not None else []
         told = Explanation(*shown, 0.0, waited_s, chunks, answer.hits, shown_reasons, notes, verdicts)
         remember(self._of_request, (whose, ask.request), (now, told), MAX_REQUESTS)
-
-    def _verdicts(self, name: tuple[str, str], ask: Admit, answer: Admitted) -> list[Verdict]:
-        """Of all that the request has asked for: its moved chunks are a question of their own."""
-        verdicts = answer.verdicts
-        if ask.moved:
-            remember(self._reuse, name, Verdict("reuse", "accepted" if answer.hits else "refused"), MAX_REQUESTS)
-            before = self._of_request.get(name)
-            verdicts = [each for each in before[1].verdicts if each.field != "reuse"] if before is not None else []
-        reuse = self._reuse.get(name)
-        return verdicts if reuse is None else [*verdicts, reuse]
 
     def _lack(self, ask: Admit, answer: Admitted) -> int:
         """How many chunks behind the hits are not here, nor granted."""
@@ -222,9 +213,13 @@ class Explanations:
 
     def of(self, request: str, now: float) -> Explained:
         """The last requests whose name contains this, the newest first."""
-        newest_first = reversed(self._of_request.items())
-        found = (replace(told, age_s=now - at) for (_, name), (at, told) in newest_first if request in name)
-        return Explained(list(itertools.islice(found, MAX_SHOWN)), len(self._of_request))
+        found = []
+        names = (name for name in reversed(self._of_request) if request in name[1])
+        for name in itertools.islice(names, MAX_SHOWN):
+            at, told = self._of_request[name]
+            reuse = [self._reuse[name]] if name in self._reuse else []
+            found.append(replace(told, age_s=now - at, verdicts=[*told.verdicts, *reuse]))
+        return Explained(found, len(self._of_request))
 
     def _of_hits(self, hits: Sequence[tuple[Chunk, ...]], now: float, shifts: Sequence[int] = ()) -> Iterator[Reason]:
         """`shifts`: by how many positions each was moved; empty: none was."""
