@@ -29,9 +29,6 @@ class Puppet:
     def seal(self, name):
         self.chunks[name].seal()
 
-    def abort(self, name):
-        self.chunks[name].abort()
-
     def put(self, name, nbytes, value):
         self.reserve(name, nbytes)
         self.write(name, value)
@@ -51,9 +48,6 @@ class Puppet:
 
     def release(self, name):
         self.chunks[name].release()
-
-    def status(self):
-        return self.node.status().counters
 
 
 def serve(puppet, told):
