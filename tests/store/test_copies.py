@@ -175,7 +175,7 @@ def busy(stage_with, pushes, chunks):
 @pytest.mark.parametrize("is_full", [False, True], ids=["a window with room", "a full window"])
 def test_a_fill_costs_what_it_fills_whatever_is_under_way(stage_with, is_full):
     costs = []
-    for pushes, chunks in ((1, 64), (8, 512)):
+    for pushes, chunks in ((1, 64), (4, 256)):
         stage, slots = busy(stage_with, pushes, chunks)
         if is_full:
             stage.way.max_inflight_bytes = 0
@@ -191,7 +191,7 @@ def test_a_fill_costs_what_it_fills_whatever_is_under_way(stage_with, is_full):
 
 def test_an_acknowledgement_costs_what_was_written_whatever_is_under_way(stage_with):
     costs = []
-    for pushes, chunks in ((1, 64), (8, 512)):
+    for pushes, chunks in ((1, 64), (4, 256)):
         stage, slots = busy(stage_with, pushes, chunks)
         for layer in range(1, 65):
             stage.fill(slots[0][:32], layer)
