@@ -10,7 +10,7 @@ from typing import Generic
 from sortedcontainers import SortedKeyList
 
 from pdx.store.policies.policy import IN, ORDINARY, OUT, PARKED, E, EvictionPolicy
-from pdx.store.policies.ranks import Expected, Wanted
+from pdx.store.policies.ranks import Expected, QueueOrder
 from pdx.telemetry.env import Env
 
 OVER = -2  # level of what is over the quota of its cache salt
@@ -36,8 +36,8 @@ class EvictionOrder(Generic[E]):
         quota: Quota[E] | None,
         env: Env,
     ) -> None:
-        """`make`: makes the policy of one level. `wanted`: see `Wanted`; after a change of it `refresh` is called for
-        the chunks in question. `quota`: of each cache salt, if it has one."""
+        """`make`: makes the policy of one level. `wanted`: see `QueueOrder`; after a change of it `refresh` is called
+        for the chunks in question. `quota`: of each cache salt, if it has one."""
         self._make = make
         self._quota = quota
         self._wanted = wanted
@@ -144,7 +144,7 @@ class EvictionOrder(Generic[E]):
         """
         found = itertools.chain.from_iterable(self.levels())
         wanted = self._levels.get(WANTED) if instead is not None and instead in self._wanted else None
-        if not isinstance(wanted, Wanted) or instead is None:
+        if not isinstance(wanted, QueueOrder) or instead is None:
             return found
         rank = wanted.rank(instead)
         return itertools.takewhile(lambda chunk: chunk.level != WANTED or (chunk.rank or rank) < rank, found)
@@ -185,7 +185,7 @@ class EvictionOrder(Generic[E]):
     def _new_level(self, level: int) -> EvictionPolicy[E]:
         is_expected = 0 < level < WANTED and level % 2 == 1
         if level == WANTED:
-            policy: EvictionPolicy[E] = Wanted(self._wanted)
+            policy: EvictionPolicy[E] = QueueOrder(self._wanted)
         elif is_expected:
             policy = Expected()
         else:

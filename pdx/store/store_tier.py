@@ -57,7 +57,7 @@ class Work(msgspec.Struct, eq=False):
         return self.job.parts[0]
 
 
-class Lane(msgspec.Struct, eq=False):
+class WorkQueue(msgspec.Struct, eq=False):
     """What waits for a thread, and how many may be at it. `first`: goes before the rest, and is done by a tier that
     closes, too."""
 
@@ -70,12 +70,12 @@ class Lane(msgspec.Struct, eq=False):
 class Threads:
     """Owned by the control loop, whose methods never wait but `close`."""
 
-    def __init__(self, name: str, count: int, owner: StoreTier, lanes: Sequence[Lane]) -> None:
-        """So many threads for these lanes, the first of which goes first."""
+    def __init__(self, name: str, count: int, owner: StoreTier, queues: Sequence[WorkQueue]) -> None:
+        """So many threads for these queues, the first of which goes first."""
         self._owner = owner
-        self._lanes = lanes
-        self._condition = threading.Condition()  # guards the lanes
-        self._at_work: list[tuple[Lane, Work] | None] = [None] * count
+        self._queues = queues
+        self._condition = threading.Condition()  # guards the queues
+        self._at_work: list[tuple[WorkQueue, Work] | None] = [None] * count
         self.is_closing = False
         self.has_silent = False  # there may be work that was found silent
         self._threads = [
@@ -85,21 +85,21 @@ class Threads:
         for thread in self._threads:
             thread.start()
 
-    def give(self, work: Work, lane: Lane, *, is_first: bool = False) -> None:
+    def give(self, work: Work, queue: WorkQueue, *, is_first: bool = False) -> None:
         """Have this done; of a tier that is closed, it ends at once."""
         if self.is_closing:
             self._drop([work])
             return
         with self._condition:
-            (lane.first if is_first else lane.rest).append(work)
+            (queue.first if is_first else queue.rest).append(work)
             self._condition.notify()
 
-    def take_back(self, *lanes: Lane) -> list[Work]:
+    def take_back(self, *queues: WorkQueue) -> list[Work]:
         """What no thread has begun of these, and never will, but for what goes first."""
         with self._condition:
-            works = [work for lane in lanes for work in lane.rest]
-            for lane in lanes:
-                lane.rest.clear()
+            works = [work for queue in queues for work in queue.rest]
+            for queue in queues:
+                queue.rest.clear()
         return works
 
     def silent(self, before: float) -> list[Work]:
@@ -109,30 +109,30 @@ class Threads:
             work.is_silent = self.has_silent = True
         return found
 
-    def takes(self, lane: Lane) -> bool:
+    def takes(self, queue: WorkQueue) -> bool:
         """Whether a thread may come to what is given there: not all that may wait for calls that were found silent."""
         silent = [at[0] for at in self._at_work if at is not None and at[1].is_silent]
         self.has_silent = bool(silent)
-        return silent.count(lane) < lane.limit
+        return silent.count(queue) < queue.limit
 
-    def has_room(self, lane: Lane) -> bool:
+    def has_room(self, queue: WorkQueue) -> bool:
         """Whether a thread would begin at once what is given there."""
-        return lane.running + len(lane.rest) < lane.limit
+        return queue.running + len(queue.rest) < queue.limit
 
     def close(self, timeout_s: float | None = None) -> bool:
         """End all but what goes first, and wait; whether all threads have ended."""
         with self._condition:
             self.is_closing = True
-            left = self.take_back(*self._lanes)  # before a thread may begin any of it
+            left = self.take_back(*self._queues)  # before a thread may begin any of it
             self._condition.notify_all()
         self._drop(left)
         end = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(None if end is None else max(0.0, end - time.monotonic()))
-        for lane in self._lanes:
+        for queue in self._queues:
             with self._condition:
-                left = list(lane.first)
-                lane.first.clear()
+                left = list(queue.first)
+                queue.first.clear()
             self._drop(left)
         return not any(thread.is_alive() for thread in self._threads)
 
@@ -145,7 +145,7 @@ class Threads:
 
     def _work(self, number: int) -> None:
         while (at := self._next()) is not None:
-            lane, work = at
+            queue, work = at
             work.seen_at = self._owner.env.clock()
             self._at_work[number] = at
             try:
@@ -157,20 +157,20 @@ class Threads:
                 work.error = TierError(f"{type(error).__name__}: {error}", "failed")
             self._at_work[number] = None
             with self._condition:
-                lane.running -= 1
+                queue.running -= 1
                 self._condition.notify()
             self._owner.env.mailbox.post(partial(self._owner.performed, work))
             del at, work  # what it is about may be closed while this thread waits
 
-    def _next(self) -> tuple[Lane, Work] | None:
+    def _next(self) -> tuple[WorkQueue, Work] | None:
         with self._condition:
             while True:
-                for lane in self._lanes:
-                    if lane.running < lane.limit or self.is_closing:
-                        for queue in (lane.first, lane.rest):
-                            if queue:
-                                lane.running += 1
-                                return lane, queue.popleft()
+                for queue in self._queues:
+                    if queue.running < queue.limit or self.is_closing:
+                        for works in (queue.first, queue.rest):
+                            if works:
+                                queue.running += 1
+                                return queue, works.popleft()
                 if self.is_closing:
                     return None
                 self._condition.wait()
@@ -280,9 +280,9 @@ class StoreTier(Tier):
     can_recode = True
     max_inflight_bytes = 256 << 20
 
-    def __init__(self, host: TierHost, codec: str, threads: int, lanes: Sequence[Lane]) -> None:
+    def __init__(self, host: TierHost, codec: str, threads: int, queues: Sequence[WorkQueue]) -> None:
         """`codec`: by which chunks are encoded whose requests ask for none of their own. So many threads for these
-        lanes, see `Threads`."""
+        queues, see `Threads`."""
         self.env = host.env
         self._host = host
         self._codec = codec
@@ -291,7 +291,7 @@ class StoreTier(Tier):
         self._forgotten = Forgotten()
         self._admitted: dict[int, int] = {}  # copies, and at which moment
         self._works: dict[int, dict[Work, None]] = {}  # under way, by copy; 0: the tier's own
-        self._threads = Threads(self.kind, threads, self, lanes)
+        self._threads = Threads(self.kind, threads, self, queues)
 
     @property
     def is_idle(self) -> bool:
@@ -306,19 +306,19 @@ class StoreTier(Tier):
     def over(self, copy: Copy) -> None:
         self._admitted.pop(copy.number, None)
 
-    def _give(self, work: Work, lane: Lane, *, is_first: bool = False) -> None:
+    def _give(self, work: Work, queue: WorkQueue, *, is_first: bool = False) -> None:
         self._works.setdefault(work.job.number if work.job is not None else 0, {})[work] = None
-        self._threads.give(work, lane, is_first=is_first)
+        self._threads.give(work, queue, is_first=is_first)
 
     def _call(
         self,
-        lane: Lane,
+        queue: WorkQueue,
         call: Callable[[Work], Any],
         then: Callable[[Work], None] = lambda work: None,
         *,
         is_first: bool = False,
     ) -> None:
-        self._give(Work(call=call, then=then), lane, is_first=is_first)
+        self._give(Work(call=call, then=then), queue, is_first=is_first)
 
     def perform(self, work: Any) -> None:
         """Do this; on a thread.

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from pdx.store.store_tier import Lane, Threads, Work
+from pdx.store.store_tier import Threads, Work, WorkQueue
 from pdx.telemetry.env import Env
 
 
@@ -24,17 +24,17 @@ class Owner:
 
 def test_what_waits_when_it_closes_is_not_begun(monkeypatch):
     """Though a thread is idle, which closing wakes."""
-    owner, lane, first, second = Owner(), Lane(1), Work(), Work()
-    threads = Threads("test", 2, owner, [lane])
-    threads.give(first, lane)
+    owner, queue, first, second = Owner(), WorkQueue(1), Work(), Work()
+    threads = Threads("test", 2, owner, [queue])
+    threads.give(first, queue)
     assert owner.is_begun.wait(30)
-    threads.give(second, lane)
+    threads.give(second, queue)
     real = threads.take_back
 
-    def late(*lanes):
+    def late(*queues):
         time.sleep(0.2)
         owner.goes_on.set()
-        return real(*lanes)
+        return real(*queues)
 
     monkeypatch.setattr(threads, "take_back", late)
     assert threads.close()

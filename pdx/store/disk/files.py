@@ -22,7 +22,7 @@ from pdx.store.disk.folder import Folder, Task, file_of
 from pdx.store.disk.index import FileIndex, Untold
 from pdx.store.health import GONE, SILENT
 from pdx.store.history import Cause
-from pdx.store.store_tier import Lane, Pair, Recoding, StoreTier, Work
+from pdx.store.store_tier import Pair, Recoding, StoreTier, Work, WorkQueue
 from pdx.store.tier import Job, Part, TierHost
 
 log = logging.getLogger("pdx.node")
@@ -61,7 +61,8 @@ class DiskFiles(StoreTier):
         self._reading: Counter[tuple[bytes, int]] = Counter()
         # Chunks that are stored in another form: how many of their files are not written yet, and what has failed.
         self._recoded: dict[Pair, tuple[int, TierError | None]] = {}
-        self._loads, self._writes = Lane(THREADS), Lane(THREADS - 1)  # one is left for loads, whatever is to be stored
+        self._loads = WorkQueue(THREADS)
+        self._writes = WorkQueue(THREADS - 1)  # one thread is left for loads, whatever is to be stored
         super().__init__(host, codec, THREADS, [self._loads, self._writes])
 
     @property

@@ -1,8 +1,8 @@
 """Chunks in the order of their ranks, for policies that know a chunk again after it was held; and those policies that
 are no more than such an order.
 
-Wanted: Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with CachedAttention", ATC
-2024, section 3.3.2 (scheduler-aware eviction). Idle time: its section 4.3.
+QueueOrder: Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with
+CachedAttention", ATC 2024, section 3.3.2 (scheduler-aware eviction). Idle time: its section 4.3.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _first(at: float) -> int:
     return -int(at * 1000)
 
 
-class Wanted(Ranked[E]):
+class QueueOrder(Ranked[E]):
     """Chunks that the queue wants; first goes what the last request wants, from the end of its prompt."""
 
     def __init__(self, places: Mapping[bytes, Mapping[int, int]]) -> None:

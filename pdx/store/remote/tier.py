@@ -44,7 +44,7 @@ from pdx.store.copy import Copy
 from pdx.store.health import PAUSE_S
 from pdx.store.remote.backend import Backend, Found
 from pdx.store.remote.catalog import Asked, Catalog, name_of
-from pdx.store.store_tier import OF_STORES, Lane, Pair, Recoding, StoreTier, Work
+from pdx.store.store_tier import OF_STORES, Pair, Recoding, StoreTier, Work, WorkQueue
 from pdx.store.tier import Grant, Held, Job, Part, TierHost
 from pdx.wire.base import MAX_LAYERS
 from pdx.wire.status import TierStatus
@@ -68,8 +68,8 @@ class RemoteTier(StoreTier):
     def __init__(self, host: TierHost, backend: Backend, codec: str = NONE) -> None:
         """`backend` reaches the store; it is closed with the tier."""
         self._backend = backend
-        self._asks, self._loads, self._stores = lanes = Lane(THREADS), Lane(THREADS), Lane(THREADS)
-        super().__init__(host, codec, 3 * THREADS, lanes)
+        self._asks, self._loads, self._stores = queues = WorkQueue(THREADS), WorkQueue(THREADS), WorkQueue(THREADS)
+        super().__init__(host, codec, 3 * THREADS, queues)
         self._health.doubt = "no answer yet"
         self._remove_from = 0.0  # nothing is removed before that
         self._catalog = Catalog(self, self._forgotten)
