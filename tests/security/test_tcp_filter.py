@@ -210,6 +210,23 @@ def test_beyond_the_most_connections_or_without_descriptors_new_ones_are_refused
     assert read(inner, 6) == b"served"
 
 
+def test_with_no_descriptor_at_all_it_rests_and_goes_on(bed, monkeypatch):
+    real, failed = socket.socket.accept, []
+
+    def accept(listener):
+        if listener is bed.filter._listener and not failed:
+            failed.append(1)
+            raise OSError(24, "Too many open files")
+        return real(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    outer = bed.dial()
+    wait_until(lambda: failed)
+    bed.now += 1.0
+    outer.sendall(GREETING)
+    assert read(bed.accept(), 10) == GREETING
+
+
 @pytest.mark.parametrize("call", ["socket", "register"])
 def test_where_one_connection_cannot_be_served_the_others_are(bed, monkeypatch, call):
     """Others took the last descriptor, or place in the epoll, just now."""
@@ -234,7 +251,7 @@ def test_where_one_connection_cannot_be_served_the_others_are(bed, monkeypatch, 
     bed.passed()
 
 
-@pytest.mark.parametrize("part", ["_take", "_watch", "_grow_up"])
+@pytest.mark.parametrize("part", ["_take", "_drop_oldest", "_watch", "_grow_up"])
 def test_an_internal_error_ends_one_connection_and_the_others_are_served(bed, monkeypatch, part):
     failed = []
 
@@ -243,6 +260,8 @@ def test_an_internal_error_ends_one_connection_and_the_others_are_served(bed, mo
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
+        if part == "_drop_oldest":
+            patch.setattr(module, "MAX_YOUNG_OF_ADDRESS", 0)
         patch.setattr(bed.filter, part, fail)
         outer = bed.dial()
         outer.sendall(GREETING)

@@ -14,9 +14,9 @@ from ucx_conformance import UcxConformance, stage_of
 
 from pdx.errors import ChannelBroken
 from pdx.testing.channel_conformance import BetweenKindsOfMemory
-from pdx.testing.channel_faults import Malformed
+from pdx.testing.channel_faults import Endings, Malformed
 from pdx.testing.channel_stage import MIB, Stage
-from pdx.testing.channel_writes import Grants
+from pdx.testing.channel_writes import Grants, Writes
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import Piece, RemoteRegion
 from pdx.transports.nixl import onesided
@@ -35,6 +35,8 @@ class TestNixl(BetweenKindsOfMemory):
     region = NixlRegion
     test_a_wrong_token_opens_nothing = Grants.test_a_wrong_token_opens_nothing
     test_damaged_details_do_no_harm = Malformed.test_damaged_details_do_no_harm
+    test_abort_before_it_begins = Endings.test_abort_before_it_begins
+    test_notifications_that_nobody_takes_are_bounded = Writes.test_notifications_that_nobody_takes_are_bounded
     _connect = Malformed._connect
 
 

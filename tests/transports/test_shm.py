@@ -123,6 +123,11 @@ def test_what_is_handed_over_must_be_a_file(tmp_path):
             assert status not in (None, OK)
         os.close(readable)
         os.close(writable)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(10)
+            sock.connect(f"\0pdx-shm-{address_of(remote).name}")
+            sock.sendall(pack_greeting(remote.token) + b"\xff\xff")  # the length of more than may be
+            assert sock.recv(1) == b""
         with file_of(0) as empty, greeted(remote, [empty]) as (_, status):
             assert status not in (None, OK)
         with file_of(4096) as good, greeted(remote, [good]) as (_, status):

@@ -219,6 +219,22 @@ def test_who_shakes_hands_for_ever_goes(stage, monkeypatch):
     wait_until(lambda: listener.faults["silence"] == 1, "it is counted")
 
 
+def test_what_is_no_tls_ends_that_stream_only(stage):
+    reader = stage.side(MIB)
+    token, remote = reader.session((0, MIB))
+    address = address_of(remote)
+    for data in (b"", frames.pack_greeting(token), b"\x16\x03\x01\xff\xff" + bytes(1 << 16)):
+        with socket.create_connection((address.host, address.port)) as sock, contextlib.suppress(OSError):
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(10)
+            while sock.recv(4096):
+                pass
+    channel = stage.side(MIB).region.connect(remote)
+    assert written(channel, MIB) is None
+    channel.close()
+
+
 def test_many_acknowledgements_that_come_at_once_are_all_heard(stage):
     """They are in one piece of what was received, and `poll` says nothing of those that were not taken."""
     writer, reader = stage.side(4 * MIB), stage.side(4 * MIB)

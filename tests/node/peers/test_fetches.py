@@ -159,6 +159,9 @@ def test_a_lost_peer_is_not_waited_for(fetches, link):
     fetches.lost("b", 0.2)
     assert not fetches.is_waiting(ASK, 0, 0.2)
     assert len(fetches) == 0
+    measured(fetches, 1.0)
+    fetches.forget([])
+    assert fetches.takes_s("b", 1) == 0.0, "nor is how fast it was known any more"
 
 
 def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):

@@ -357,6 +357,12 @@ def test_an_offer_that_makes_no_sense_is_refused(stage, a, numbers, fields):
         stage.offer(a, numbers, **fields)
     stage.assert_idle()
     assert a.sent == []
+    push = stage.offer(a, [0])
+    stage._pushes[a.number] -= 1
+    with pytest.raises(ProtocolError, match="twice"):
+        stage.offer(a, [1])
+    finish(stage, a, push)
+    stage.assert_idle()
 
 
 def test_more_offers_than_may_wait_are_stopped(stage, a, b, monkeypatch):

@@ -83,8 +83,7 @@ def has_answered(a, b, writes):
     )
 
 
-def test_what_is_fetched_is_checked_too(nodes, monkeypatch):
-    monkeypatch.setattr("pdx.node.peers.fetches.KEPT_S", 0.2)
+def test_what_is_fetched_is_checked_too(nodes):
     a, b = nodes
     put(a, "x", pattern(2, MIB))
     WRONG.add(0)

@@ -118,6 +118,18 @@ def test_what_works_is_opened_once_and_what_does_not_says_why(open_regions, capl
     caplog.clear()  # the traceback in there keeps the arena
 
 
+def test_of_two_that_clash_the_second_is_opened_where_it_is_named(open_regions, monkeypatch):
+    """Each brings a UCX of its own, and a process with both has crashed."""
+    GO_ON.set()
+    monkeypatch.setattr("pdx.node.peers.regions.schemes", lambda **_: ["inproc", "slow"])
+    monkeypatch.setattr("pdx.node.peers.regions.CLASHES", {"slow": "inproc"})
+    for named, opened in (([], ["inproc"]), (["inproc", "slow"], ["inproc", "slow"])):
+        regions = open_regions(*named)
+        regions.when_open(lambda: None)
+        wait_until(lambda regions=regions: regions.mailbox.deliver() or regions.is_open)
+        assert regions.schemes == opened
+
+
 def test_closed_while_they_are_being_opened_nothing_is_begun_with_them(open_regions):
     regions = open_regions("slow")
     called = []
