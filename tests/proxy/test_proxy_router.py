@@ -30,7 +30,7 @@ D1, D2 = engine("d1", decodes=True, node="one"), engine("d2", decodes=True, node
 PX, PY = (engine(f"p{name}", prefills=True, layout=name.encode()) for name in "xy")
 DX, DY = (engine(f"d{name}", decodes=True, layout=name.encode()) for name in "xy")
 REACHES = engine("r", prefills=True, node="one", reaches=frozenset({"two"}))
-D3 = engine("d3", decodes=True, node="three")
+D3, D4 = engine("d3", decodes=True, node="three"), engine("d4", decodes=True, node="four")
 
 
 def chosen(*candidates):
@@ -73,6 +73,7 @@ IDLE = [Candidate(P1, last_used=1), Candidate(D1, last_used=9), Candidate(D2, la
         ([Candidate(PX), Candidate(DY), Candidate(D, 5)], ("px", "d")),  # of one layout nobody tells
         ([Candidate(REACHES), Candidate(D3), Candidate(D2, last_used=9)], ("r", "d2")),  # where a probe has gone
         ([Candidate(REACHES), Candidate(D3), Candidate(D2, 1)], ("r", "d3")),
+        ([Candidate(REACHES), Candidate(D3), Candidate(D4), Candidate(D2, last_used=9)], ("r", "d2")),
     ],
 )
 def test_the_pair_is_chosen_by_load_then_node_then_turn(candidates, wanted):
