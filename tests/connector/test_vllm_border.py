@@ -580,41 +580,32 @@ def facts(folder: Path, **flags: Any) -> EngineFacts:
 HAS_PENALTIES = releases.RELEASE >= (0, 31)  # before it they are no defaults, whatever the command line says
 
 
+OWN_CONFIG = {"frequency_penalty": 0.5, "max_new_tokens": 9, "repetition_penalty": 1.2}
+
+
 @pytest.mark.parametrize(
-    ("flags", "cap", "looks_back"),
+    ("has_own", "flags", "cap", "looks_back"),
     [
-        ({}, 0, False),
-        ({"override_generation_config": {"presence_penalty": 1.0, "max_new_tokens": 7}}, 7, HAS_PENALTIES),
-        ({"override_generation_config": {"frequency_penalty": -0.5}}, 0, HAS_PENALTIES),
-        ({"override_generation_config": {"presence_penalty": 0, "temperature": 0.3}}, 0, False),
-        ({"override_generation_config": {"repetition_penalty": 1.5}}, 0, False),
-        ({"logits_processors": ["some.module:Processor"]}, 0, True),
+        (False, {}, 0, False),
+        (False, {"override_generation_config": {"presence_penalty": 1.0, "max_new_tokens": 7}}, 7, HAS_PENALTIES),
+        (False, {"override_generation_config": {"frequency_penalty": -0.5}}, 0, HAS_PENALTIES),
+        (False, {"override_generation_config": {"presence_penalty": 0, "repetition_penalty": 1.5}}, 0, False),
+        (False, {"logits_processors": ["some.module:Processor"]}, 0, True),
+        (True, {}, 0, HAS_PENALTIES),  # the model's own cap is for chats that ask for none
+        (True, {"generation_config": "vllm"}, 0, False),
+        (True, {"generation_config": "FOLDER"}, 9, HAS_PENALTIES),
+        (True, {"generation_config": "FOLDER", "override_generation_config": {"frequency_penalty": 0.0}}, 9, False),
+        (True, {"override_generation_config": {"max_new_tokens": 5}}, 5, HAS_PENALTIES),
     ],
 )
-def test_what_a_command_line_adds_to_every_request(
-    folder: Path, flags: dict[str, Any], cap: int, looks_back: bool
+def test_what_a_command_line_and_a_models_own_configuration_add_to_every_request(
+    folder: Path, has_own: bool, flags: dict[str, Any], cap: int, looks_back: bool
 ) -> None:
+    if has_own:
+        (folder / "generation_config.json").write_text(json.dumps(OWN_CONFIG))
+    if flags.get("generation_config") == "FOLDER":
+        flags = {**flags, "generation_config": str(folder)}
     assert facts(folder, max_model_len=512, **flags) == EngineFacts(512, cap, looks_back)
-
-
-@pytest.mark.parametrize(
-    ("source", "override", "cap", "looks_back"),
-    [
-        ("auto", {}, 0, HAS_PENALTIES),  # the model's own cap is for chats that ask for none
-        ("vllm", {}, 0, False),
-        ("folder", {}, 9, HAS_PENALTIES),
-        ("folder", {"max_new_tokens": 5, "frequency_penalty": 0.0}, 5, False),
-        ("auto", {"max_new_tokens": 5}, 5, HAS_PENALTIES),
-    ],
-)
-def test_what_a_models_own_generation_config_adds(
-    folder: Path, source: str, override: dict[str, Any], cap: int, looks_back: bool
-) -> None:
-    own = {"frequency_penalty": 0.5, "max_new_tokens": 9, "repetition_penalty": 1.2}
-    (folder / "generation_config.json").write_text(json.dumps(own))
-    where = str(folder) if source == "folder" else source
-    found = facts(folder, max_model_len=512, generation_config=where, override_generation_config=override)
-    assert found == EngineFacts(512, cap, looks_back)
 
 
 @configured
