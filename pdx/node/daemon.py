@@ -139,8 +139,10 @@ class Daemon(Closing):
             self._handovers = []
             for number, arena in enumerate(arenas):
                 if isinstance(arena, GpuArena):
-                    self._handovers.append(self._open_handover(number, arena))
-                    undo.callback(self._handovers[-1].close)
+                    handover = handover_path(config.address, number)
+                    made = HandoverServer(handover, self.service.sessions, arena.device, self._poller, env)
+                    self._handovers.append(made)
+                    undo.callback(made.close)
             undo.callback(self.service.tiers.close)
             self.service.open_tiers()
             undo.callback(self.service.controls.jobs.close)
@@ -180,10 +182,6 @@ class Daemon(Closing):
         self._next_touch = time.monotonic() + TOUCH_S
         self._waking = WakingClock(2 * TICK_S, time.monotonic)
         self._last_busy = self._waking()
-
-    def _open_handover(self, number: int, arena: GpuArena) -> HandoverServer:
-        path = handover_path(self._config.address, number)
-        return HandoverServer(path, self.service.sessions, arena.device, self._poller, self.env)
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""

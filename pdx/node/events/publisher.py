@@ -100,9 +100,8 @@ class Publisher:
 
         :raises ConfigError: an address is none, or cannot be had, or is beyond this host, where there are no keys.
         """
-        self.counts = events.env.counters  # batches, batches, and answers with all that is there: the thread's alone
-        for name in ("events_seq", "events_published", "events_replayed", "events_snapshots"):
-            self.counts[name] = 0
+        # The thread's alone: events_seq, events_published, events_replayed (batches), events_snapshots (answers).
+        self.counts = events.env.counters
         self._events = events
         self._blocks = Blocks(places, as_bytes=as_bytes)
         self._topic = topic.encode()

@@ -311,6 +311,10 @@ def test_two_shards_are_moved_together_and_only_as_two(bed):
     assert (status.state, status.chunks, status.chunks_done) == ("done", 12, 12)
     assert wire.ask(Find(Selection(keys, 2))).tiers == {"host": 0, "disk": 6}
     assert wire.ask(Find(Selection(keys, 1))).hits == 0, "a chunk is all of its shards"
+    for dry_run in (True, False):
+        assert wire.ask(Clear(Selection(keys, 2), "disk", dry_run=dry_run)).tiers == [
+            Kept("disk", 12, 12 * CHUNK_BYTES)
+        ]
 
 
 def test_a_chunk_that_a_request_named_twice_is_one(bed):
