@@ -82,12 +82,9 @@ class Controller(Closing):
         )
 
     def query_ip(self, instances: Sequence[str] = ()) -> dict[str, str | Refused]:
-        """Where nodes are: the address that their peers connect to, or else the socket where they are reached."""
+        """Where nodes are: the address that their peers connect to."""
         outcomes = self._outcomes(verbs.Status(), instances)
-        return {
-            name: each if isinstance(each, Refused) else each.listen or self._reach.address(name)
-            for name, each in outcomes.items()
-        }
+        return {name: each if isinstance(each, Refused) else each.listen for name, each in outcomes.items()}
 
     def health(self, instance: str = ALL) -> dict[str, Health]:
         """How nodes are; one that does not answer is not well."""

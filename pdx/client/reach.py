@@ -60,10 +60,6 @@ class LocalNodes:
         """The nodes there are."""
         return list(self._nodes)
 
-    def address(self, name: str) -> str:
-        """Where this node is reached from here; empty: through a proxy."""
-        return self._nodes[name].address
-
     def find(self, prompt: Prompt, instances: Sequence[str], wait_s: float) -> dict[str, Outcome]:
         """What `Find` finds of a prompt, once all tiers have answered, or what is known after `wait_s`."""
         self._check(instances)
@@ -138,9 +134,6 @@ class ThroughProxy:
             return msgspec.json.decode(self._call("/cache"), type=dict[str, list[str]])["nodes"]
         except (msgspec.MsgspecError, KeyError, UnicodeDecodeError) as error:
             raise ProxyError(f"{self._url}/cache answers not as a proxy's --admin address does: {error}") from error
-
-    def address(self, name: str) -> str:
-        return ""
 
     def overview(self) -> Overview:
         """What the status page shows."""

@@ -55,9 +55,6 @@ class Puppet:
     def mapped(self):
         return num_mapped()
 
-    def close(self):
-        self.node.close()
-
 
 def main():
     settings = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
