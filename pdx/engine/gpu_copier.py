@@ -35,8 +35,8 @@ log = logging.getLogger("pdx.engine")
 class MappedArena:
     """A node's arena as the engine's GPU sees it: mapped memory of a GPU, or host memory that is being page-locked.
 
-    The mapping stays until `close` was called and nobody holds it: kernels may be on their way. Unmapping may wait for
-    the GPU, so the engine's thread must not be the last to `release` it. `_lock` guards the count of holds.
+    The mapping stays as long as somebody holds it: who has opened it, and who has kernels on their way. Unmapping may
+    wait for the GPU, so the engine's thread must not be the last to `release` it. `_lock` guards the count of holds.
     """
 
     def __init__(self, arena: Arena, place: Place, lock: PageLock | None) -> None:
@@ -44,8 +44,7 @@ class MappedArena:
         self.place = place  # for the GPU that copies
         self._page_lock = lock
         self._lock = threading.Lock()
-        self._holds = 1  # the owner's, until `close`
-        self._is_closed = False
+        self._holds = 1
 
     @classmethod
     def open(cls, arena: Arena, gpu: Gpu, on_refused: Callable[[str], None]) -> MappedArena:
@@ -78,12 +77,6 @@ class MappedArena:
                 self._page_lock.close()
             elif isinstance(self.arena, GpuArena):
                 self.arena.unmap()  # an engine that has slept maps it again
-
-    def close(self) -> None:
-        """The owner's hold ends. Idempotent, from one thread."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.release()
 
     def reaches(self, slot: Slot, nbytes: int) -> bool:
         """Whether it is (still) a slot of so many bytes at least, and the GPU finds them. Only while held."""
@@ -212,7 +205,7 @@ class GpuCopier(PageCopier):
         with self._arenas:
             mapped, self._mapped = self._mapped, mapped
         if mapped is not None:
-            mapped.close()
+            mapped.release()
 
     def _new_staging(self) -> Staging | None:
         try:
