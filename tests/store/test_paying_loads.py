@@ -228,6 +228,24 @@ def test_a_fast_tier_is_given_more_than_it_loads_at_a_time(stage):
     stage.end_all()
 
 
+def test_what_was_given_up_is_not_waited_for(stage):
+    stage.tier.loads_at_once = 1
+    below(stage, [0, 1, 2])
+    assert stage.may_come([0, 1, 2])
+    late(stage, 5.01)
+    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == GRANULE_BYTES, "what is given"
+    stage.end_all()
+
+
+def test_what_is_stored_does_not_wait_for_loads(stage):
+    stage.tier.loads_at_once = 1
+    below(stage, range(4))
+    assert stage.may_come(range(4))
+    stage.save([5])
+    assert [verb for verb, _ in stage.tier.jobs] == ["load", "store"]
+    stage.end_all()
+
+
 def test_a_short_load_has_a_quarter_of_a_second_at_least(stage):
     below(stage, [0])
     assert ask(stage, [0], chunk_s=1e-5)

@@ -72,6 +72,15 @@ def test_files_are_encoded_and_decoded_in_place(bed):
         assert bed.load(number) is None
 
 
+def test_what_does_not_shrink_stays_as_it_is(bed, monkeypatch):
+    monkeypatch.setattr(bed, "content", lambda number, shard, nbytes: random.Random(number).randbytes(nbytes))
+    assert bed.store(1)
+    assert recode(bed, [1], LOSSLESS).done == 1
+    assert bed.coded(1) == 0
+    account_is_true(bed)
+    assert bed.load(1) is None
+
+
 def test_a_chunk_that_was_pinned_since_it_was_asked_is_not_replaced_with_a_loss(bed):
     for number in (1, 2, 3):
         assert bed.store(number)
