@@ -22,7 +22,7 @@ from pdx.store import chunk_format
 from pdx.store.disk import chunk_file, folder, tier
 from pdx.store.disk.files import SILENT_S, THREADS
 from pdx.store.disk.index import FULL_S
-from pdx.store.disk.tier import JOIN_S
+from pdx.store.disk.tier import JOIN_S, DiskTier
 from pdx.store.health import MAX_ERRORS, PAUSE_S
 from pdx.store.tier import Job, Part
 from pdx.store.tier_setup import open_below
@@ -697,6 +697,21 @@ def test_a_disk_that_is_read_only_when_a_node_starts_is_read(tmp_path, caplog, h
                     bed.open()
         bed.now += PAUSE_S
         assert bed.store(2) == has_lock, "a folder that is not this node's alone is never written to"
+
+
+def test_what_is_wrong_with_each_of_two_disks_is_a_warning(tmp_path, caplog):
+    name = key(1).hex()
+    for root in (tmp_path / "tier", tmp_path / "other"):
+        (root / name[:2]).mkdir(parents=True)
+        root.chmod(0o700)
+        (root / name[:2] / f"{name}-0-4-32768.chunk").write_bytes(b"short")
+    with (
+        contextlib.closing(Bed(tmp_path)) as bed,
+        contextlib.closing(DiskTier(bed, tmp_path / "other", MIB)) as other,
+    ):
+        bed.until(lambda: other.is_counted)
+    for root in ("tier", "other"):
+        assert sum(f"/{root}/" in one.message for one in caplog.records if one.levelname == "WARNING") == 1
 
 
 @pytest.mark.parametrize("fails", ["another disk", "remote"])

@@ -54,6 +54,14 @@ def test_a_store_that_is_down_is_not_asked_all_the_time(beds):
     assert bed.counters["remote_unreachable"] == 2
 
 
+def test_a_store_that_takes_few_connections_is_used_by_those(beds, tmp_path, serve):
+    server = serve(made("redis", tmp_path / "server", "--maxclients", "2"))
+    bed = beds(server.url).opened()
+    assert bed.store(1) is None
+    assert bed.sought([1]) == 1
+    assert bed.load(1) is None
+
+
 def test_a_connection_that_ended_with_a_question_is_made_anew_before_the_next(beds, redis):
     """To make one to a store that is far away takes longer than a question has, so that no later one would end well."""
     bed = beds(redis.url, timeout_s=60.0, lookup_s=0.3).opened()
