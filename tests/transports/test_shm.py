@@ -117,7 +117,8 @@ def test_another_user_is_not_told_the_token(monkeypatch):
 
 def test_what_is_handed_over_must_be_a_file(tmp_path):
     with Stage(ShmRegion) as stage:
-        _, remote = stage.side(MIB).session((0, MIB))
+        side = stage.side(MIB)
+        _, remote = side.session((0, MIB))
         readable, writable = os.pipe()
         with greeted(remote, [readable]) as (_, status):
             assert status not in (None, OK)
@@ -128,6 +129,7 @@ def test_what_is_handed_over_must_be_a_file(tmp_path):
             sock.connect(f"\0pdx-shm-{address_of(remote).name}")
             sock.sendall(pack_greeting(remote.token) + b"\xff\xff")  # the length of more than may be
             assert sock.recv(1) == b""
+        assert side.region.listen().faults["silence"] == 0, "they are not even waited for"
         with file_of(0) as empty, greeted(remote, [empty]) as (_, status):
             assert status not in (None, OK)
         with file_of(4096) as good, greeted(remote, [good]) as (_, status):
