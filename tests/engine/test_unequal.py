@@ -111,7 +111,7 @@ def test_the_next_node_finds_what_the_one_before_has_left_on_the_disk(
     prompt, node = tokens(4, 3 * CHUNK + 1), on_disk()
     with shape.write(node.address) as writer:
         writer.finish(writer.save(prompt))
-        node.wait_sealed(3 * shape.per_chunk)
+        node.wait_stored(3 * shape.per_chunk)
     node.close()
     node = on_disk()
     with shape.read(node.address) as reader:
