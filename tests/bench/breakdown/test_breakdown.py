@@ -111,8 +111,8 @@ def test_what_is_known_of_a_request(folder):
     assert [each.engines.prefill_ms for each in result.requests] == pytest.approx([10] * len(result.requests))
     assert {each.parts.gather.exposed_ms for each in of["pdx"]} == {1}
     assert {each.parts.scatter.exposed_ms for each in of["pdx"]} == {2}
-    assert all(each.decode_first_ms >= 20 for each in of["pdx"])
-    assert all(each.decode_first_ms >= 40 for each in of["nixl"])
+    assert all(20 <= each.decode_first_ms < 10_000 for each in of["pdx"])
+    assert all(40 <= each.decode_first_ms < 10_000 for each in of["nixl"])
     assert {each.decode_first_ms for each in of["plain"]} == {None}
     assert {each.parts for each in of["nixl"]} == {None}
     assert {each.handoff_ms for each in of["pdx"]} == {6}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.bench.breakdown.parts import Clock, of_transfer
+from pdx.bench.breakdown.parts import Clock, of_transfer, queued_ms
 from pdx.telemetry.timeline import Event, Moment
 from pdx.telemetry.trace import TraceSpan
 
@@ -66,6 +66,11 @@ def test_a_wire_is_hidden_until_prefill_ends_and_while_something_else_is_waited_
     assert found.wire.total_ms == 50 + 5 + 6
     assert found.wire.exposed_ms == 3 + 1
     assert found.scatter.exposed_ms == 25
+
+
+def test_what_all_of_a_batch_take_to_the_engine_is_no_queue():
+    assert queued_ms([10.0, 110.0, 210.0], 100.0) == [0.0, 100.0, 200.0]
+    assert queued_ms([5.0], 9.0) == [5.0]
 
 
 def test_the_last_shard_decides_and_the_first_one_begins():

@@ -1,6 +1,7 @@
 """Waiting lines against simulated ones (seeded), and where a system settles."""
 
 import heapq
+import math
 import random
 import statistics
 
@@ -36,6 +37,12 @@ def test_a_line_is_as_long_as_a_simulated_one(servers, load):
     assert line.wait_s == pytest.approx(wait_s, rel=0.12)
     assert high_s * 0.95 <= line.response_s(0.95) <= high_s * 1.25
     assert Line(1.01 * servers, 1.0, servers).response_s(0.5) == float("inf")
+
+
+def test_where_few_wait_those_decide_what_a_late_request_takes():
+    line = Line(0.08, 1.0)  # 8 % wait, and 5 % may take longer
+    assert line.response_s(0.95) == pytest.approx(1 + line.wait_s / 0.08 * math.log(0.08 / 0.05))
+    assert Line(0.04, 1.0).response_s(0.95) == 1.0
 
 
 @given(st.floats(0.01, 50), st.floats(0, 0.95))
