@@ -70,6 +70,11 @@ def test_a_share_stays_between_and_what_was_not_chosen_is_as_given(model, tokens
     assert sum(changed[2:]) / (LAYERS - 2) == pytest.approx(TOKENS * 0.25, abs=2)
 
 
+def test_the_first_layers_are_exact_whatever_is_chosen(model, tokens, exact, apart):
+    made = blended(model, tokens, apart, 0.01)
+    torch.testing.assert_close(made[:2], exact[:2], atol=1e-4, rtol=1e-4)
+
+
 def test_what_is_known_is_not_chosen(model, tokens, apart):
     chosen = []
 

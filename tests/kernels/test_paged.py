@@ -210,7 +210,7 @@ def test_parts_of_a_batch_are_the_whole_and_no_larger_than_asked_for(nbytes):
     """Each page of each layer once; every table is aligned as the compiled kernel expects."""
     layers = [torch.zeros(9, 64, dtype=torch.uint8) for _ in range(3)]
     pages = PageMap.of(layers, 9)
-    batch = Batch.of(pages, [Run([3, 1, 8, 0, 5], 1 << 20, 5 * 64), Run([7, 2], 1 << 21, 2 * 64)])
+    batch = Batch.of(pages, [Run([3, 1, 8, 0, 5], 1 << 20, 5 * 64), Run([], 16, 0), Run([7, 2], 1 << 21, 2 * 64)])
     seen = []
     for part, which in batch.parts(range(1, 3), nbytes):
         assert part.pages is pages

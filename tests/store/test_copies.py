@@ -7,7 +7,7 @@ import pytest
 from push_stage import MIB, FakePeerTier, Granted, SendingStage, key
 from steps import calls_run
 
-from pdx.errors import ChannelBroken, ProtocolError, WriteRefused
+from pdx.errors import ChannelBroken, ProtocolError, TransferAborted, WriteRefused
 from pdx.memory.digest import digests
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
@@ -104,6 +104,15 @@ def test_a_slice_that_is_larger_than_a_write_goes_alone(stage):
     slots = pushed(stage, [0], 20 * MIB, layers=2)
     stage.fill(slots, 0, 2, seal=True)
     assert [job.nbytes for job in stage.way.jobs] == [10 * MIB, 10 * MIB]
+
+
+def test_a_full_write_goes_at_once_however_large_a_group_is_to_be(stage_with):
+    stage = stage_with(group_bytes=64 * MIB)
+    slots = pushed(stage, [0], 20 * MIB, layers=20)
+    stage.fill(slots, 0, 9)
+    assert [job.nbytes for job in stage.way.jobs] == [8 * MIB], "it cannot become larger, so nothing is won by waiting"
+    stage.lose(slots)
+    stage.finish_all(TransferAborted(""))
 
 
 def test_many_small_slices_are_a_full_write_too(stage):
@@ -238,6 +247,19 @@ def test_chunks_of_other_sizes_and_tails_are_offers_of_their_own(stage):
     ]
     stage.copies.lost(stage.way)
     stage.assert_idle()
+
+
+def test_a_tail_alone(stage):
+    slots = stage.reserve([0], MIB, layers=4, tail_nbytes=4000)
+    stage.fill(slots, 0, 4, seal=True)
+    stage.start([0])
+    (offer,) = stage.way.offers
+    assert (offer.nbytes, offer.tail_nbytes) == (4000, 4000)
+    stage.grant(offer)
+    stage.finish_all()
+    assert stage.over == [(1, True)]
+    stage.assert_idle()
+    assert stage.store.index.census()[0] == {}, "a tail is for one reader, and that was the push"
 
 
 def test_all_shards_of_a_chunk_go_in_one_push(stage):

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -73,6 +74,19 @@ def lost(bed, number, kind):
 
 
 # ---- reading --------------------------------------------------------------------------------
+
+
+def test_whatever_keeps_a_file_from_being_verified_is_said_as_of_the_disk(bed):
+    """A probe that meets it has the disk stay in doubt, and warns."""
+    assert bed.store(1)
+    path = bed.file(1)
+    shutil.rmtree(path.parent)
+    with pytest.raises(FileNotFoundError):
+        chunk_file.verify(path, is_direct=False)
+    path.parent.write_bytes(b"")
+    with pytest.raises(TierError, match="cannot be read: Not a directory") as raised:
+        chunk_file.verify(path, is_direct=False)
+    assert raised.value.kind == "read_failed"
 
 
 def test_a_node_that_starts_finds_what_is_whole_removes_what_is_broken_and_leaves_what_no_tier_wrote(

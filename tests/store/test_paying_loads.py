@@ -311,6 +311,12 @@ def test_an_answer_is_waited_for_a_tenth_of_the_time_of_computing(stage, answere
     stage.tiers.below.pop()
 
 
+def test_an_engine_of_unknown_pace_waits_for_an_answer_as_long_as_it_takes(stage):
+    stage.tiers.below.append([Asked(10.0, 3.0)])
+    assert stage.tiers.may_come(Wanted([key(0)], 1), 0) == float("inf")
+    stage.tiers.below.pop()
+
+
 def test_a_tier_whose_loads_did_not_pay_once_is_waited_for_again_now_and_then(stage):
     """Else nobody would learn that it is faster, where every prompt is asked for once: what it has is not known in
     time, so that there is nothing that could be loaded for nobody."""

@@ -1,6 +1,7 @@
 """Each eviction policy in a real store against a plain model of it, and what all of them have in common."""
 
 import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def use(store, number, how):
 @settings(max_examples=examples(150))
 @given(accesses=ACCESSES, how=st.sampled_from(["touch", "lease"]))
 @example(accesses=[*range(12), *range(12), *range(3), *range(20), *range(12)], how="lease")
+@example(accesses=random.Random(0).choices(range(14), k=100), how="touch")
 def test_hits_are_those_of_the_plain_model(tmp_path_factory, policy, accesses, how):
     path = tmp_path_factory.mktemp("arena") / "arena"
     with Arena.create(path, ROOM * GRANULE_BYTES) as arena:
