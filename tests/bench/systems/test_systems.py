@@ -4,11 +4,12 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from installed import packages
 
-from pdx.bench.systems import baselines, system
+from pdx.bench.systems import baselines, fleet, system
 from pdx.bench.systems import pdx as pdx_systems
 from pdx.bench.systems.names import SYSTEMS, CannotRun, Running
 
@@ -190,6 +191,22 @@ def test_paused_servers_stand_still_and_can_be_ended(tmp_path):
     finally:
         servers.close()
     assert alive(pids) == []
+
+
+def test_who_polls_stands_still_while_another_is_used(monkeypatch):
+    monkeypatch.setattr(fleet, "AWAKE_S", 0.0)
+    journal = []
+
+    def made(name, *, polls_idle):
+        told = {verb: lambda verb=verb: journal.append((name, verb)) for verb in ("pause", "resume", "close")}
+        running = SimpleNamespace(died=lambda: "", **told)
+        facts = {"name": name, "engines": 1, "is_pdx": False, "polls_idle": polls_idle}
+        return SimpleNamespace(start=lambda bed, trace: running, **facts)
+
+    with fleet.Fleet(None, [made("nixl", polls_idle=True), made("plain", polls_idle=False)], 2) as running:
+        for name in ("nixl", "plain", "nixl"):
+            running.get(name)
+    assert journal == [("nixl", "pause"), ("nixl", "resume"), ("nixl", "close"), ("plain", "close")]
 
 
 @pytest.mark.parametrize("name", ["plain", "nixl", "pdx"])
