@@ -415,6 +415,7 @@ def test_the_cap_holds_at_every_moment(tmp_path, policy):
             bed.tier.use([tier_stage.key(number)])
             nbytes = random_.choice([100, 5000, 12_288])  # these take exactly their charge
             copies.append(bed.start_store(number, at=len(copies) % 8, nbytes=nbytes, layers=1))
+            assert bed.tier.used_bytes <= MIB // 2
             if len(copies) == 8:
                 for copy in copies:
                     if copy is not None:

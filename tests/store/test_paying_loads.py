@@ -94,6 +94,18 @@ def test_what_others_load_from_the_tier_comes_first(stage):
     stage.end_all()
 
 
+def test_bytes_that_are_loaded_are_not_waited_for_twice(stage):
+    measured(stage, 100)
+    below(stage, [0, 1, 2, 3])
+    assert ask(stage, [0, 1, 2], chunk_s=0.15)
+    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == 3 * GRANULE_BYTES
+    stage.end()
+    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == 2 * GRANULE_BYTES
+    stage.end(fails=True)
+    stage.end()
+    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == 0
+
+
 def test_now_and_then_one_chunk_is_loaded_that_nobody_waits_for(stage):
     measured(stage, 100)
     below(stage, [0, 1, 2])
@@ -216,6 +228,19 @@ def test_a_long_prompt_lets_so_many_short_ones_go_first_and_no_more(stage):
         assert stage.may_come([4 + others % 8])  # one comes as fast as the tier loads one
         stage.end()
         stage.forget([4 + others % 8])
+    stage.end_all()
+
+
+def test_one_that_has_its_turn_is_expected_before_short_ones(stage):
+    stage.tier.loads_at_once = 1
+    below(stage, range(10))
+    assert stage.may_come([0, 1])
+    assert stage.copies.queue(stage.tier).bytes_before(GRANULE_BYTES) == GRANULE_BYTES, "what is given"
+    for number in range(2, 2 + copy.OVERTAKEN * 2):
+        assert stage.may_come([number])
+    assert stage.copies.queue(stage.tier).bytes_before(GRANULE_BYTES) == 10 * GRANULE_BYTES
+    stage.end()
+    assert [job.parts[0].key for _, job in stage.tier.jobs] == [key(1)]
     stage.end_all()
 
 
