@@ -80,6 +80,9 @@ def test_whatever_keeps_a_file_from_being_verified_is_said_as_of_the_disk(bed):
     """A probe that meets it has the disk stay in doubt, and warns."""
     assert bed.store(1)
     path = bed.file(1)
+    shutil.copy(path, bed.file(2))
+    with pytest.raises(TierError, match="another chunk"):
+        chunk_file.verify(bed.file(2), is_direct=False)
     shutil.rmtree(path.parent)
     with pytest.raises(FileNotFoundError):
         chunk_file.verify(path, is_direct=False)
