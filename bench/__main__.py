@@ -24,10 +24,13 @@ BENCHES = {
     "node": "python -m pdx.bench.node",
     "channels": "pdx bench transfer",
     "across": "python -m pdx.bench.node.across",
+    "stalls": "python -m pdx.bench.proxy.stalls",
+    "workers": "python -m pdx.bench.proxy.workers",
     "quality": "pdx bench quality",
     "handoff": "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-both,plain --rounds 5",
 }
-NAMED = {"proxy": "pdx bench proxy"}  # only when it is named: it takes long
+# Only when they are named: they take long.
+NAMED = {"proxy": "pdx bench proxy", "traces": "python -m pdx.bench.proxy.traces"}
 # Their last results are shown, too: they need a GPU (`python -m pdx.bench.gpu`).
 SHOWN = tuple(f"gpu-{section}" for section in SECTIONS)
 NUMBERS = ROOT / "docs" / "numbers.md"
@@ -45,7 +48,9 @@ def run(name: str) -> bool:
     command = [sys.executable, "-P", "-m", "pdx.cli.main", *words, "--out", str(out)]
     if subprocess.run(command, cwd=ROOT, check=False).returncode:
         return False
-    shutil.copy(out / f"{words[1]}.json", RESULTS / f"{name}.json")
+    for written in (out / f"{words[1]}.json", out / f"{words[1]}.png"):
+        if written.exists():
+            shutil.copy(written, RESULTS / f"{name}{written.suffix}")
     return True
 
 
@@ -95,7 +100,8 @@ def fill_numbers() -> None:
     _, _, tail = rest.partition(END)
     shown = [name for name in (*BENCHES, *SHOWN) if (RESULTS / f"{name}.json").exists()]
     lines = [row for name in shown for row in rows(name)]
-    NUMBERS.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+    pictures = [f"![{name}](../bench/results/{name}.png)\n" for name in shown if (RESULTS / f"{name}.png").exists()]
+    NUMBERS.write_text(f"{head}{BEGIN}\n" + "\n".join([*lines, *pictures]) + f"\n{END}{tail}")
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -121,6 +122,18 @@ def test_every_path_and_test_named_exists():
     assert [path for path in paths if not (ROOT / path).exists() and not path.startswith("bench/results")] == []
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)", text)
     assert [each for each in named if f"def {each[1]}(" not in (ROOT / each[0]).read_text()] == []
+
+
+def test_pictures_of_results_are_shown_and_have_a_baseline_that_does_not_poll():
+    """As it comes, NIXL polls on the cores that are measured (ADR 23): its prefill is twice as long then."""
+    numbers = (ROOT / "docs" / "numbers.md").read_text()
+    for picture in sorted((ROOT / "bench" / "results").glob("*.png")):
+        assert f"](../bench/results/{picture.name})" in numbers
+        result = json.loads(picture.with_suffix(".json").read_text())
+        if result["bench"] == "breakdown":
+            systems = result["details"]["settings"]["systems"]
+            assert "plain" in systems, picture.name
+            assert not {"nixl", "nixl-push"} & {*systems}, picture.name
 
 
 @pytest.mark.parametrize("settings", [table(ConnectorConfig, flags=False), table(NodeConfig)], ids=["engine", "node"])

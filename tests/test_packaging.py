@@ -26,6 +26,7 @@ PROJECT = PYPROJECT["project"]
 LARGE = ("torch", "gpu", "nixl", "ucx")
 SMALL = sorted({*PROJECT["optional-dependencies"]} - {"dev", *LARGE})
 USES = {  # modules that cannot do without the extra
+    "bench": "matplotlib, pdx.bench.breakdown.command",
     "docs": "furo, myst_parser, sphinx",
     "otel": "opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.grpc, opentelemetry.exporter.otlp.proto.http",
     "parity": "anthropic, openai, pdx.bench.parity.command",

@@ -63,8 +63,8 @@ def breakdown(
 
     Flags after -- go to every engine: pdx bench breakdown --model ./Llama-3.1-8B -- --gpu-memory-utilization 0.4
 
-    Writes result.json after every batch, then breakdown.json (the figures and their goals). Ctrl-C ends it early: what
-    was measured by then is kept, and the exit status is 130.
+    Writes result.json after every batch, then breakdown.json (the figures and their goals) and pictures. Ctrl-C ends
+    it early: what was measured by then is kept, and the exit status is 130.
     """
     from pdx.bench.breakdown.run import Plan, run
     from pdx.bench.breakdown.turns import Settings

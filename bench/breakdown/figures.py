@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from pdx.bench.breakdown.records import Request, Result
+from pdx.bench.breakdown.records import Request, Result, Trace
 from pdx.bench.harness.report import Figure, at_least, at_most, plain
 
 OURS = "pdx"  # the system that goals are about
@@ -30,6 +30,7 @@ SMALLEST_MS = 1.0  # what two clocks and a metric may be off; a shorter handoff 
 RECOMPUTED = 256  # prompt tokens: a decode engine that computes more than a last block or chunk did not get them
 
 MOVED = "share of bytes moved when prefill ended"
+COPYING = "with the copying inside prefill"
 
 Value = Callable[[Request], float | None]
 
@@ -59,6 +60,23 @@ def to_runnable_ms(request: Request) -> float | None:
     return request.decode_first_ms - work_ms
 
 
+def with_copying(handoff: Value) -> Value:
+    """The same handoff, with what the prefill engine's forward pass stood still for copying: its own metrics count
+    that as prefill. Only where pages are copied inside the forward pass, as on a CPU."""
+
+    def value(request: Request) -> float | None:
+        found = handoff(request)
+        return None if found is None or request.parts is None else found + request.parts.gather.exposed_ms
+
+    return value
+
+
+def handoff_ms(trace: Trace) -> float | None:
+    """From the end of prefill until the decode engine may run, by PDX's timeline."""
+    marks = trace.marks
+    return marks["runnable"] - marks["prefill_end"] if marks.keys() >= {"runnable", "prefill_end"} else None
+
+
 def figures(result: Result) -> list[Figure]:
     """All of them; those without data are missing."""
     found: list[Figure] = []
@@ -73,12 +91,14 @@ def _alone(result: Result, tokens: int) -> list[Figure]:
     """Of requests that had everything for themselves."""
     rows = {system: _rows(result, system, tokens, 1) for system in _systems(result)}
     head = f"{tokens:,} tokens:"
+    copying = _with_copying(result)
     found = []
     for system, requests in rows.items():
         for what, unit, value in (
             ("TTFT", "ms", _ttft),
             ("handoff to the client's first token", "ms", to_client_ms),
             ("handoff until the decoder may run", "ms", to_runnable_ms),
+            *((f"{what}, {COPYING}", "ms", value) for what, value in copying.items() if system.startswith(OURS)),
             (MOVED, "", _hidden),
             ("prompt tokens that the decoder computed", "", _computed),
         ):
@@ -96,16 +116,29 @@ def _alone(result: Result, tokens: int) -> list[Figure]:
             bound = SLOWED if system == KEEPING else None
             name = f"{head} prefill by its engine's metrics, {system} / {ALONE}"
             found += _ratio(name, ratios, bound, is_upper=True)
-    found += _memcpy(result, rows, tokens, head)
+    found += _memcpy(result, tokens, head)
     for system in rows:
         if system.startswith(OURS):
-            found += _against(rows, system, head)
+            found += _against(result, rows, system, head)
     return found
 
 
-def _against(rows: Mapping[str, list[Request]], system: str, head: str) -> list[Figure]:
+def _with_copying(result: Result) -> dict[str, Value]:
+    """Handoffs whose copying is to be counted, too, where the engines' metrics call it prefill."""
+    if result.settings.get("is_gather_beside"):  # not said by older results, all of CPUs
+        return {}
+    return {
+        "handoff to the client's first token": with_copying(to_client_ms),
+        "handoff until the decoder may run": with_copying(to_runnable_ms),
+    }
+
+
+def _against(result: Result, rows: Mapping[str, list[Request]], system: str, head: str) -> list[Figure]:
     """One PDX system against each other pair and against plain vLLM, request by request."""
     found = []
+    copying = [
+        (f"{what.partition(' the ')[2]}, {COPYING}", value, None) for what, value in _with_copying(result).items()
+    ]
     for other in rows:
         if other.startswith(OURS):
             continue
@@ -113,6 +146,7 @@ def _against(rows: Mapping[str, list[Request]], system: str, head: str) -> list[
         for what, value, bound in (
             ("client's first token", to_client_ms, TO_CLIENT),
             ("decoder may run", to_runnable_ms, TO_RUNNABLE),
+            *copying,
         ):
             ratios = _ratios(rows[other], rows[system], value, smallest=SMALLEST_MS)
             name = f"{head} handoff, {other} / {system}, {what}"
@@ -124,7 +158,7 @@ def _against(rows: Mapping[str, list[Request]], system: str, head: str) -> list[
     return found
 
 
-def _memcpy(result: Result, rows: Mapping[str, list[Request]], tokens: int, head: str) -> list[Figure]:
+def _memcpy(result: Result, tokens: int, head: str) -> list[Figure]:
     """The handoff by PDX's own timeline, against a copy of the same bytes."""
     nbytes = tokens * int(result.model.get("kv_bytes_per_token", 0))
     copies = [each.copy_ms for each in result.copies if each.nbytes == nbytes]
@@ -132,8 +166,9 @@ def _memcpy(result: Result, rows: Mapping[str, list[Request]], tokens: int, head
         return []
     copy_ms = statistics.median(copies)
     found = [plain(f"{head} one memcpy of its KV", copy_ms, "ms", f"{nbytes:,} B")]
-    for system, requests in rows.items():
-        handoffs = _values(requests, lambda each: each.handoff_ms)
+    for system in _systems(result):
+        traces = [each for each in result.traces if (each.system, each.prompt_tokens) == (system, tokens)]
+        handoffs = [handoff for each in traces if (handoff := handoff_ms(each)) is not None]
         if not handoffs:
             continue
         name = f"{head} {system}: prefill's end until the decoder may run, by its timeline"

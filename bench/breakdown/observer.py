@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,8 @@ class Seen:
     decode_first_ms: float | None = None
     moved_bytes: int = 0
     hidden_share: float | None = None
-    handoff_ms: float | None = None
+    clock: Clock | None = None
+    spans: list[TraceSpan] = field(default_factory=list)
     lacks: str = ""  # what should be known and is not
 
 
@@ -70,13 +71,22 @@ class Observer:
         engines = None if sums is None else engine_metrics.engines(*sums)
         if self._system.is_pdx:
             return self._from_timelines(answers, engines)
+        if self._system.engines == 1:
+            whole = parts.of_one_engine([answer.ttft_ms for answer in answers], engines) if engines else None
+            return [Seen(answer, engines, whole, lacks="" if whole else NO_PARTS) for answer in answers]
+        return self._from_moments(answers, engines)
+
+    def _from_moments(self, answers: Sequence[Answer], engines: Engines | None) -> list[Seen]:
         found = [self._running.moments(answer.request_id) for answer in answers]
+        known = [moments for moments in found if moments is not None]
+        mean = parts.of_moments(known, engines) if engines and len(known) == len(answers) else None
         return [
             Seen(
                 answer=answer,
                 engines=engines,
+                parts=mean,
                 decode_first_ms=None if at is None else at["decode_first"] - answer.sent_ns / 1e6,
-                lacks="" if engines else "what the engines should have counted",
+                lacks="" if mean else NO_PARTS,
             )
             for answer, at in zip(answers, found, strict=True)
         ]
@@ -97,7 +107,8 @@ class Observer:
                 decode_first_ms=(clock[Event.DECODE_FIRST] - answer.sent_ns) / 1e6 if clock.is_complete else None,
                 moved_bytes=sums[index].pushed_bytes or sums[index].moved_bytes,
                 hidden_share=sums[index].hidden_share,
-                handoff_ms=clock.handoff_ms if clock.is_complete else None,
+                clock=clock if clock.is_complete else None,
+                spans=spans[index],
                 lacks=lacks if wholes[index] is not None else NO_PARTS,
             )
             for index, (answer, clock) in enumerate(zip(answers, clocks, strict=True))

@@ -2,14 +2,15 @@
 
 PDX tells every moment, so each instant between a request's arrival and the decode engine's first token is given to one
 part, the first in a fixed order that claims it; what nobody claims is `rest`. Hence exposed parts add up to the whole.
+Other systems tell less: six moments of their proxy, and what vLLM's metrics say of both engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
-from pdx.bench.breakdown.records import Part, Parts
+from pdx.bench.breakdown.records import Engines, Part, Parts, Span, Trace
 from pdx.telemetry.timeline import Event, Moment
 from pdx.telemetry.trace import TraceSpan
 
@@ -51,10 +52,9 @@ class Clock:
     def __getitem__(self, event: Event) -> int:
         return (self._first if event is Event.LOAD_START else self._last)[event]
 
-    @property
-    def handoff_ms(self) -> float:
-        """From the end of prefill until the decode engine may run."""
-        return (self[Event.RUNNABLE] - self[Event.PREFILL_END]) / 1e6
+    def marks_ms(self) -> dict[str, float]:
+        """All of them, since the request's arrival."""
+        return {event: (at_ns - self._last[Event.RECEIVED]) / 1e6 for event, at_ns in self._last.items()}
 
 
 def queued_ms(to_admitted_ms: Sequence[float], mean_queue_ms: float) -> list[float]:
@@ -100,6 +100,47 @@ def of_transfer(
     )
 
 
+def of_moments(moments: Sequence[Mapping[str, float]], engines: Engines) -> Parts:
+    """The mean of requests that ran together through another system's proxy (its moments, in ms).
+
+    `wire` is what lies between the prefill engine's answer and the decode engine's first step for which that engine
+    had the request waiting: the transfer, its handshake, polling, and with more than one request also its turn.
+    """
+    total_ms = fmean(at["decode_first"] - at["received"] for at in moments)
+    between_ms = fmean(at["decode_first"] - engines.decode_first_ms - at["prefill_answered"] for at in moments)
+    budget = _Budget(total_ms)
+    prefill = budget.take(engines.prefill_ms)
+    queue = budget.take(engines.prefill_queue_ms)
+    first_decode = budget.take(engines.decode_first_ms)
+    wire = budget.take(min(engines.decode_queue_ms, between_ms))
+    rest, is_mean = budget.take(total_ms), len(moments) > 1
+    return Parts(queue=queue, prefill=prefill, wire=wire, first_decode=first_decode, rest=rest, is_mean=is_mean)
+
+
+def of_one_engine(ttft_ms: Sequence[float], engines: Engines) -> Parts:
+    """The mean of requests that ran together on one engine, to its first token."""
+    budget = _Budget(fmean(ttft_ms))
+    prefill, queue = budget.take(engines.prefill_ms), budget.take(engines.prefill_queue_ms)
+    return Parts(queue=queue, prefill=prefill, rest=budget.take(fmean(ttft_ms)), is_mean=len(ttft_ms) > 1)
+
+
+def trace_of(system: str, prompt_tokens: int, clock: Clock, spans: Sequence[TraceSpan]) -> Trace:
+    """One request in detail, for the layer-by-layer picture."""
+    start = clock[Event.RECEIVED]
+    bars = [
+        Span(
+            lane=span.lane,
+            first_layer=span.first_layer,
+            num_layers=span.num_layers,
+            start_ms=(span.start_ns - start) / 1e6,
+            end_ms=(span.end_ns - start) / 1e6,
+            nbytes=span.nbytes,
+        )
+        for span in sorted(spans, key=lambda span: span.start_ns)
+    ]
+    return Trace(system=system, prompt_tokens=prompt_tokens, spans=bars, marks=clock.marks_ms())
+
+
 class _Claims:
     """The time between two moments, of which each instant is given away once."""
 
@@ -118,6 +159,18 @@ class _Claims:
             if start < end:
                 self._free = [piece for free in self._free for piece in _without(free, (start, end))]
         return before - self.left_ns
+
+
+class _Budget:
+    """An amount of time, of which is taken what there is."""
+
+    def __init__(self, total_ms: float) -> None:
+        self._left_ms = max(0.0, total_ms)
+
+    def take(self, wanted_ms: float) -> Part:
+        taken_ms = min(max(0.0, wanted_ms), self._left_ms)
+        self._left_ms -= taken_ms
+        return Part(taken_ms, taken_ms)
 
 
 def _without(whole: Interval, cut: Interval) -> list[Interval]:

@@ -1,4 +1,4 @@
-"""What `pdx bench breakdown` writes: one file of plain values from which tables and figures are made.
+"""What `pdx bench breakdown` writes: one file of plain values from which tables, plots and checks are made.
 
 Times are milliseconds unless a name says otherwise.
 """
@@ -22,19 +22,24 @@ class Part(msgspec.Struct, frozen=True):
         return max(0.0, self.total_ms - self.exposed_ms)
 
 
-PARTS = ("queue", "prefill", "gather", "wire", "scatter", "rest", "first_decode")  # as tables have them
+NOTHING = Part(0.0, 0.0)
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """From a request's arrival at PDX's proxy to the decode engine's first token; the exposed parts add up to that."""
+    """From the request's arrival at the proxy to the decode engine's first token; the exposed parts add up to that.
+
+    `is_mean`: of requests that ran together, because their engine tells only sums. Where a system does not tell
+    gather, wire and scatter apart, all of it is `wire`.
+    """
 
     queue: Part  # waiting for a turn, on either engine
     prefill: Part
     rest: Part  # HTTP, tokenizer, lookups, scheduling
-    gather: Part  # pages to chunks
-    wire: Part  # chunks from node to node; 0 with one node
-    scatter: Part  # chunks to pages
-    first_decode: Part  # the decode engine's first step
+    gather: Part = NOTHING  # pages to chunks
+    wire: Part = NOTHING  # chunks from node to node; 0 with one node
+    scatter: Part = NOTHING  # chunks to pages
+    first_decode: Part = NOTHING  # the decode engine's first step
+    is_mean: bool = False
 
 
 class Engines(msgspec.Struct, frozen=True):
@@ -65,12 +70,31 @@ class Request(msgspec.Struct, frozen=True):
     engines: Engines | None = None
     moved_bytes: int = 0
     hidden_share: float | None = None
-    handoff_ms: float | None = None  # end of prefill -> the decode engine may run, by PDX's timeline
 
     @property
     def mean_itl_ms(self) -> float | None:
         """Per token, however many of them came together."""
         return sum(self.itl_ms) / (self.output_tokens - 1) if self.itl_ms and self.output_tokens > 1 else None
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One bar of the layer-by-layer picture. `lane`: prefill, gather, wire or scatter."""
+
+    lane: str
+    first_layer: int
+    num_layers: int
+    start_ms: float  # since the request's arrival
+    end_ms: float
+    nbytes: int
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """One request in detail."""
+
+    system: str
+    prompt_tokens: int
+    spans: list[Span]
+    marks: dict[str, float]  # name of a moment -> ms since the request's arrival
 
 
 class Copy(msgspec.Struct, frozen=True):
@@ -87,3 +111,4 @@ class Result(plan.Result, kw_only=True):
     version: int = 1
     requests: list[Request] = []
     copies: list[Copy] = []
+    traces: list[Trace] = []

@@ -1,4 +1,4 @@
-"""One run of `pdx bench breakdown` from its plan to its files, however it ends: tables and figures."""
+"""One run of `pdx bench breakdown` from its plan to its files, however it ends: tables, figures and pictures."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import msgspec
 from rich.table import Table
 
 from pdx.bench.breakdown.figures import figures
-from pdx.bench.breakdown.records import PARTS, Parts, Request, Result
+from pdx.bench.breakdown.plots import draw_all
+from pdx.bench.breakdown.records import Parts, Request, Result
 from pdx.bench.breakdown.turns import Breakdown
 from pdx.bench.harness.interrupts import undisturbed
+from pdx.bench.harness.plot_style import PARTS
 from pdx.bench.harness.progress import Shown
 from pdx.bench.harness.prompts import Bodies, Prompts
 from pdx.bench.harness.report import console, publish
 from pdx.bench.systems import plan as systems_plan
 from pdx.bench.systems.fleet import Fleet
 from pdx.bench.systems.system import is_cpu_build
+from pdx.errors import ConfigError
 from pdx.telemetry import trace
 
 RESULT = "result.json"
@@ -45,7 +48,7 @@ def run(plan: Plan) -> int:
     or an answer was wrong.
     """
     result = Result(**plan.begin())
-    result.settings["systems"] = list(plan.systems)
+    result.settings |= {"systems": list(plan.systems), "is_gather_beside": not is_cpu_build()}
     with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder:
         status = plan.carry_out(
             lambda progress: _measure(plan, result, Path(folder), progress),
@@ -84,17 +87,20 @@ def _measure(plan: Plan, result: Result, folder: Path, progress: Shown) -> None:
             fleet.close()
 
 
-def write(result: Result, folder: Path) -> None:
-    """Show the tables, and put everything in `folder`: the result and its figures."""
+def write(result: Result, folder: Path) -> list[Path]:
+    """Show the tables, and put everything in `folder`: the result, its figures and its pictures, which are returned."""
     result.save(folder / RESULT)
     for name, why in result.not_run.items():
         console.print(f"{name} {'was left out later' if _has(result, name) else 'did not run'}: {why}", markup=False)
     if not result.requests:
         console.print("nothing was measured", markup=False)
-        return
+        return []
     _show_systems(result)
     console.print(parts_table(result))
-    console.print(f"in {folder}: {RESULT}, breakdown.json", markup=False)
+    pictures = _draw(result, folder)
+    console.print(
+        f"in {folder}: {', '.join([RESULT, 'breakdown.json', *(path.name for path in pictures)])}", markup=False
+    )
     rounds = result.settings["rounds"]
     state = f"{rounds} rounds" if result.is_complete else f"interrupted, {rounds} rounds were planned"
     publish(
@@ -108,6 +114,7 @@ def write(result: Result, folder: Path) -> None:
         },
         folder=folder,
     )
+    return pictures
 
 
 def _show_systems(result: Result) -> None:
@@ -118,6 +125,14 @@ def _show_systems(result: Result) -> None:
             console.print(f"{name}: {facts.title} ({versions})", markup=False, soft_wrap=True)
             for command in facts.commands:
                 console.print(f"    {command}", markup=False, soft_wrap=True)
+
+
+def _draw(result: Result, folder: Path) -> list[Path]:
+    try:
+        return draw_all(result, folder)
+    except ConfigError as error:
+        console.print(f"no pictures: {error}", markup=False)
+        return []
 
 
 def _has(result: Result, system: str) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdx.bench.breakdown import parts
 from pdx.bench.breakdown.observer import Observer, Seen
 from pdx.bench.breakdown.records import Copy, Request, Result
 from pdx.bench.harness.ask import AskFailed
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pdx.bench.systems.system import Running, System
 
 PLAIN = "plain"  # the system whose answers are right
+TOKEN_WEIGHT = 50  # a token of the answer takes as long as so many of the prompt, for the progress bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,9 @@ class Breakdown(Measuring[Result, Turn]):
     def run(self) -> None:
         self._carry_out(order(self._settings, list(self._systems), all_at_once=self._fleet.holds_all))
 
+    def _amount(self, turn: Turn) -> float:
+        return turn.concurrency * (turn.tokens + TOKEN_WEIGHT * self._settings.output_tokens)
+
     def _has(self, system: str) -> bool:
         return any(request.system == system for request in self.result.requests)
 
@@ -115,7 +120,7 @@ class Breakdown(Measuring[Result, Turn]):
         observer = Observer(system, running, traces, is_gather_beside=self._is_gather_beside)
         tokens, together = max(self._settings.tokens), max(self._settings.concurrency)
         for number in range(self._settings.warmups):
-            self._watcher.note(f"warming up {name}, {number + 1} of {self._settings.warmups}")
+            self._watcher.now(f"warming up {name}, {number + 1} of {self._settings.warmups}")
             observer.observe(self._bodies.make(name, tokens, [f"warm {number} {index}" for index in range(together)]))
         self._observers[name] = (running, observer)
         return observer
@@ -148,9 +153,19 @@ class Breakdown(Measuring[Result, Turn]):
                     engines=each.engines,
                     moved_bytes=each.moved_bytes,
                     hidden_share=each.hidden_share,
-                    handoff_ms=each.handoff_ms,
                 )
             )
+            if each.clock is not None and turn.concurrency == 1:
+                self._keep_trace(turn, each.clock, each)
+
+    def _keep_trace(self, turn: Turn, clock: parts.Clock, seen: Seen) -> None:
+        """The moments of every request that was alone; the spans of the first one of each length."""
+        has_spans = any(
+            trace.spans and (trace.system, trace.prompt_tokens) == (turn.system, turn.tokens)
+            for trace in self.result.traces
+        )
+        spans = [] if has_spans else seen.spans
+        self.result.traces.append(parts.trace_of(turn.system, turn.tokens, clock, spans))
 
     def _compare(self) -> None:
         """Every answer with plain vLLM's to the same prompt, once both are there."""

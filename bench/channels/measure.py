@@ -45,6 +45,11 @@ class Row:
     gb_s: float
     ratio: float | None  # ours / raw, median over the rounds
 
+    @property
+    def us_per_message(self) -> float:
+        """Microseconds from the end of one message to the end of the next."""
+        return self.nbytes / self.gb_s / 1e3
+
 
 @dataclass(frozen=True, slots=True)
 class Options:

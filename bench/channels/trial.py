@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from pdx.bench.channels.measure import CHECKED, MEMCPY, Options, Row, measure_memcpy, measure_scheme
+from pdx.bench.channels.plots import size_text
 from pdx.bench.harness.report import Figure, plain
-from pdx.cli.tables import size
 from pdx.errors import ChannelBroken, ChannelUnavailable, ConfigError
 from pdx.transports.registry import FOR_GPUS, find
 
@@ -61,8 +61,8 @@ def options(sizes: Sequence[int], depths: Sequence[int], repeats: int, *, has_ra
             raise ConfigError(f"{values[0]} is not among possible {what}; the least is 1")
     if chosen.sizes[-1] * chosen.depths[-1] > ring:
         raise ConfigError(
-            f"{chosen.depths[-1]} messages of {_written(chosen.sizes[-1])} in flight are more than the "
-            f"{_written(ring)} that are sent from; give smaller --sizes or --in-flight, or more --memory"
+            f"{chosen.depths[-1]} messages of {size_text(chosen.sizes[-1])} in flight are more than the "
+            f"{size_text(ring)} that are sent from; give smaller --sizes or --in-flight, or more --memory"
         )
     return chosen
 
@@ -78,16 +78,11 @@ def check_room(ring: int) -> None:
         )
 
 
-def _written(nbytes: int) -> str:
-    """With a binary unit, without a zero behind the point."""
-    return size(nbytes).replace(".0 ", " ")
-
-
 def figure(row: Row) -> Figure:
     """Its rate, beside that of the raw technology."""
     note = f"directly {row.raw_gb_s:.3f}: {row.ratio:.0%}" if row.raw_gb_s and row.ratio else ""
     depth = "" if row.scheme == MEMCPY else f", {row.in_flight} in flight"
-    return plain(f"{row.scheme}, {_written(row.nbytes)}{depth}", row.gb_s, "GB/s", note)
+    return plain(f"{row.scheme}, {size_text(row.nbytes)}{depth}", row.gb_s, "GB/s", note)
 
 
 def told(scheme: str, chosen: Options) -> Iterator[Row]:

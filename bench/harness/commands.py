@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from pdx.bench.harness.interrupts import Interrupts
+from pdx.bench.harness.interrupts import Interrupts, Steps
 from pdx.bench.harness.lists import BYTE_SIZES, NAMES, counts, listed
-from pdx.bench.harness.progress import Shown
 from pdx.bench.harness.report import Figure, ResultFile, console, show_figures
 from pdx.cli.node import check_channels
 from pdx.cli.options import FOLDER, option
 from pdx.cli.tables import table
 from pdx.config import parse_bytes
 from pdx.errors import ChannelBroken, ConfigError, PdxError
+from pdx.extras import install
 from pdx.transports.registry import schemes
 
 if TYPE_CHECKING:
@@ -66,12 +67,20 @@ class Run:
             self.save()
         except OSError as error:
             raise click.ClickException(f"--out {self.file.path.parent}: {error}") from error
-        try:
-            with Interrupts():
-                self._take(steps)
-            self.is_complete = True
-        except KeyboardInterrupt:
-            pass  # `is_complete` tells
+        failed = set()
+        with Steps(len(steps)) as bar:
+            for step in steps:
+                bar.step(step.name)
+                if step.group and step.group in failed:
+                    continue
+                try:
+                    self.figures += step.call()
+                except (PdxError, RuntimeError, OSError) as error:
+                    failed.add(step.group)
+                    self.missing[step.group or step.name] = f"{type(error).__name__}: {error}"
+                    bar.say(f"not measured: {step.name}: {error}")
+                self.save()
+        self.is_complete = not bar.was_interrupted
         text = self.save()
         if as_json:
             click.echo(text, nl=False)
@@ -83,25 +92,11 @@ class Run:
             if not self.is_complete:
                 console.print("ended early: what was measured until then")
             click.echo(f"kept in {self.file.path}")
-        if not self.is_complete:
+        if bar.was_interrupted:
             sys.exit(INTERRUPTED)
         if not self.figures:
             lost = "; ".join(f"{name}: {why}" for name, why in self.missing.items())
             raise click.ClickException(f"nothing was measured: {lost}")
-
-    def _take(self, steps: Sequence[Step]) -> None:
-        failed, shown = set(), Shown()
-        for number, step in enumerate(steps, 1):
-            shown.say(f"[{number}/{len(steps)}] {step.name}")
-            if step.group and step.group in failed:
-                continue
-            try:
-                self.figures += step.call()
-            except (PdxError, RuntimeError, OSError) as error:
-                failed.add(step.group)
-                self.missing[step.group or step.name] = f"{type(error).__name__}: {error}"
-                shown.say(f"not measured: {step.name}: {error}")
-            self.save()
 
 
 @click.command()
@@ -165,7 +160,7 @@ def _depth(word: str) -> int:
 @option("--repeats", default=7, type=click.IntRange(1, 1000), help="Rounds; medians are shown.")
 @option("--raw/--no-raw", default=True, help="Call the technology underneath directly, too.")
 @option("--memory", default="256MiB", metavar="SIZE", help="Each side walks through so much.")
-@option("--out", default="pdx-bench/transfer", metavar="DIR", type=FOLDER, help="For transfer.json.")
+@option("--out", default="pdx-bench/transfer", metavar="DIR", type=FOLDER, help="For transfer.json and transfer.png.")
 @_json
 def transfer(
     channels: tuple[str, ...],
@@ -185,9 +180,13 @@ def transfer(
     Exit status 1: nothing was measured, a channel broke, or one that was named with --channel was not measured.
     """
     check_channels(channels)
-    from pdx.bench.channels import trial
-    from pdx.bench.channels.measure import MEMCPY, goals
-
+    try:
+        from pdx.bench.channels import trial
+        from pdx.bench.channels.measure import MEMCPY, goals
+        from pdx.bench.channels.plots import draw
+        from pdx.bench.harness.report import machine
+    except ImportError as error:
+        raise ConfigError(f"this bench needs more packages ({error}): {install('bench')}") from error
     chosen = trial.options(sizes, in_flight, repeats, has_raw=raw, ring=parse_bytes(memory))
     trial.check_room(chosen.ring)
     rows: list[Row] = []
@@ -211,7 +210,16 @@ def transfer(
 
     names = dict.fromkeys(channels or schemes())
 
+    def picture(stopped: str = "") -> list[Figure]:
+        draw(rows, out / "transfer.png", machine(), f"{stopped}Median of {repeats}; bytes compared once before")
+        return []
+
     steps = [Step(name, partial(channel, name), name) for name in (MEMCPY, *names)]
-    run.carry_out([*steps, Step("goals", lambda: goals(rows))], as_json=as_json)
+    try:
+        run.carry_out([*steps, Step("goals", lambda: goals(rows)), Step("picture", picture)], as_json=as_json)
+    finally:
+        if rows and not run.is_complete:
+            with contextlib.suppress(ConfigError):  # there is no matplotlib
+                picture("INTERRUPTED: only what was measured until then. ")
     has_failed = broken or run.missing.keys() & set(channels)
     sys.exit(1 if has_failed or not {row.scheme for row in rows} - {MEMCPY} else 0)

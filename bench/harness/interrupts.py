@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
+
+from pdx.bench.harness.progress import Shown
 
 _T = TypeVar("_T")
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -112,3 +114,35 @@ def undisturbed(first: Callable[[], object] = lambda: None) -> Iterator[list[int
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+class Steps(Shown):
+    """A context that a measurement runs in. SIGINT and SIGTERM end it without an error; `was_interrupted` tells.
+
+    To be used by the main thread.
+    """
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        self.was_interrupted = False
+        self._total = total
+        self._at = 0
+        self._interrupts = Interrupts()
+
+    def step(self, name: str) -> None:
+        self.done(min(self._at, 1))
+        self._at += 1
+        if self.is_terminal:
+            self.now(name)
+        else:
+            self.say(f"[{self._at}/{self._total}] {name}")
+
+    def __enter__(self) -> Self:
+        self._interrupts.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> bool:
+        self.stop()
+        self._interrupts.__exit__()
+        self.was_interrupted = isinstance(error[1], KeyboardInterrupt)
+        return self.was_interrupted

@@ -158,6 +158,12 @@ class Child:
             raise RuntimeError(f"{self._module} ended with {self.process.wait(TIMEOUT_S)}")
         return json.loads(line)
 
+    def last(self) -> Any:
+        """What it says when its standard input has ended."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.heard()
+
     def close(self) -> None:
         """Close its pipes and wait until it is gone; what does not end by itself is killed. Idempotent."""
         assert self.process.stdin is not None

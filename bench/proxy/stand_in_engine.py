@@ -8,7 +8,8 @@ a prompt that is text; then it starts as an engine does that goes on with a requ
 `GET /ended` tells when prefill legs ended, by request id, and forgets them. All ports are of one process.
 
 Two bytes of a prompt are one token. A token's text follows from the number of tokens before it alone, so that what
-comes through a proxy can be compared with what comes straight from here.
+comes through a proxy can be compared with what comes straight from here. Each event of a stream says when it was sent,
+on the monotonic clock: how long it took to a client on this machine does not depend on the pace of this process.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ async def _stream(
             "finish_reason": "length" if number == limit - 1 else None,
             "stop_reason": None,
         }
-        await response.write(_event({**head, "choices": [choice]}))
+        await response.write(_event({**head, "choices": [choice], "sent_at": time.monotonic()}))
     if (body.get("stream_options") or {}).get("include_usage"):
         await response.write(_event({**head, "choices": [], "usage": _usage(prompt, limit)}))
     await response.write(b"data: [DONE]\n\n")

@@ -96,8 +96,8 @@ def reuse(
     Each engine's own KV cache is smaller than what is asked for again. Of each system: TTFT and time between tokens,
     requests per second within a TTFT, and where its tokens were found. Flags after -- go to every engine.
 
-    Writes result.json after every load, then reuse.json. Ctrl-C ends it early: what was measured by then is kept, and
-    the exit status is 130.
+    Writes result.json after every load, then reuse.json and reuse.png. Ctrl-C ends it early: what was measured by then
+    is kept, and the exit status is 130.
     """
     from pdx.bench.breakdown.command import KV_SPACE, choose_systems, room_for_engines
     from pdx.bench.reuse.run import Plan, run

@@ -1,4 +1,4 @@
-"""What `pdx bench reuse` writes: every request of every point, from which figures are made."""
+"""What `pdx bench reuse` writes: every request of every point, from which figures and pictures are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of a finished or interrupted run: tables and figures."""
+"""What is made of a finished or interrupted run: tables, figures, pictures."""
 
 from __future__ import annotations
 
@@ -7,13 +7,26 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
+from pdx.bench.harness.plot_style import Sheet, looks, on_machine
 from pdx.bench.harness.report import ResultFile, console
-from pdx.bench.reuse.figures import figures, itl, systems_of, ttft
-from pdx.bench.reuse.records import Point, Result
+from pdx.bench.reuse.figures import (
+    PERCENTILES,
+    SHARES,
+    curve,
+    figures,
+    itl,
+    repeats_of,
+    systems_of,
+    targets_ms,
+    ttft,
+)
+from pdx.bench.reuse.records import ALONE, Point, Result
 from pdx.bench.reuse.workload import titled
+from pdx.errors import ConfigError
 
 RESULT = "result.json"
 BENCH = "reuse"
+SOURCE_COLOURS = {"local": "#009E73", "external": "#56B4E9", "computed": "#C7C7C7"}
 
 
 def line(point: Point) -> str:
@@ -26,14 +39,14 @@ def line(point: Point) -> str:
     )
 
 
-def write(result: Result, folder: Path) -> None:
-    """Show the tables, and put everything in `folder`: the result and its figures."""
+def write(result: Result, folder: Path) -> list[Path]:
+    """Show the tables, and put everything in `folder`: the result, its figures and its pictures, which are returned."""
     result.save(folder / RESULT)
     for name, why in result.not_run.items():
         console.print(f"{name}: {why}", markup=False, soft_wrap=True)
     if not result.points:
         console.print("nothing was measured", markup=False)
-        return
+        return []
     for workload in result.settings["workloads"]:
         console.print(table(result, workload))
     found = figures(result)
@@ -51,9 +64,22 @@ def write(result: Result, folder: Path) -> None:
         "model": result.model,
         "is_complete": result.is_complete,
     }
-    console.print(f"in {folder}: {RESULT}, {BENCH}.json", markup=False)
+    pictures = _draw(result, folder)
+    console.print(
+        f"in {folder}: {', '.join([RESULT, f'{BENCH}.json', *(path.name for path in pictures)])}", markup=False
+    )
     title = "reuse under load" + ("" if result.is_complete else ", interrupted")
     ResultFile(folder, BENCH, title).write(found, details, result.machine)
+    return pictures
+
+
+def _draw(result: Result, folder: Path) -> list[Path]:
+    try:
+        drawn = draw(result, folder / f"{BENCH}.png")
+    except ConfigError as error:
+        console.print(f"no picture: {error}", markup=False)
+        return []
+    return [] if drawn is None else [drawn]
 
 
 def table(result: Result, workload: str) -> Table:
@@ -82,3 +108,44 @@ def _cells(points: list[Point]) -> list[str]:
         *(f"{sum(getattr(p.found, source) for p in points) / prompt:.0%}" for source in ("local", "external")),
         f"{sum(checked)}/{len(checked)}" if checked else "-",
     ]
+
+
+def draw(result: Result, path: Path) -> Path | None:
+    """None: nothing was measured at any load."""
+    loaded = [point for point in result.points if point.load not in ALONE]
+    styles = looks({point.system for point in loaded} & set(systems_of(result)))
+    workloads = [each for each in result.settings["workloads"] if any(p.workload == each for p in result.points)]
+    if not styles:
+        return None
+    title = "Reuse under load: time to the first token, and requests that were answered"
+    sheet = Sheet(title, [2.8] * len(workloads) + [0.3 * len(styles) + 0.4], columns=2)
+    last = repeats_of(result)[-1]
+    for row, workload in enumerate(workloads):
+        for column, share in enumerate(PERCENTILES):
+            axes = sheet.at(row, column, f"{workload}: TTFT p{share}", "answered requests per second", "ms")
+            for system, style in styles.items():
+                for repeat in repeats_of(result):
+                    if points := curve(result, system, workload, repeat, share):
+                        label = system if repeat == last else None
+                        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label, **style)
+            for times, ms in targets_ms(result, workload, last):
+                axes.axhline(ms, color="#999999", linestyle=":")
+                axes.annotate(f"{times:g} × computing alone", (0, ms), fontsize=7, color="#777777")
+            axes.set_xlim(left=0)
+            axes.set_yscale("log")
+    for column, workload in enumerate(workloads[:2]):
+        axes = sheet.at(len(workloads), column, f"{workload}: where tokens were found", "")
+        for row, system in enumerate(styles):
+            found = [p.found for p in loaded if (p.system, p.workload) == (system, workload)]
+            prompt, at = sum(each.prompt for each in found), 0.0
+            for source, colour in SOURCE_COLOURS.items():
+                part = sum(getattr(each, source) for each in found) / prompt if prompt else 0.0
+                axes.barh(row, part, left=at, height=0.7, color=colour, label=None if row else SHARES[source])
+                at += part
+        axes.set_yticks(range(len(styles)), list(styles))
+        axes.invert_yaxis()
+    requests = sum(len(point.asked) for point in result.points)
+    stopped = "" if result.is_complete else "INTERRUPTED. "
+    model = f"{result.model['name']}, {int(result.model['kv_bytes_per_token']) / 1024:g} KiB of KV per token"
+    note = f"{stopped}{requests:,} requests, repeats: {len(repeats_of(result))}. {model}. {on_machine(result.machine)}"
+    return sheet.save(path, note)

@@ -82,6 +82,9 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
         with whole(asyncio.Runner()) as self._runner:
             self._carry_out(order(self._settings, list(self._plan.systems), all_at_once=self._fleet.holds_all))
 
+    def _amount(self, turn: Turn) -> float:
+        return 1.0
+
     def _has(self, system: str) -> bool:
         return any(point.system == system for point in self.result.points)
 
@@ -124,7 +127,7 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
         tokens = self._settings.longest - self._settings.output_tokens
         for round_ in range(2):
             for url in dict.fromkeys((running.prefill_url, running.url)):
-                self._watcher.note(f"warming up {url}, {round_ + 1} of 2")
+                self._watcher.now(f"warming up {url}, {round_ + 1} of 2")
                 await self._player.play(client, url, [_single("warm-up", tokens)], is_alone=True)
             await asyncio.to_thread(_wait_until_stored, running)
             with contextlib.suppress(engine_metrics.CacheNotReset):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pdx.bench.sim.requests import Trace
 
 _SHARE = click.FloatRange(0.01, 1.0)
+_PRICE = click.FloatRange(0)
 
 
 @click.command(
@@ -30,7 +32,8 @@ _SHARE = click.FloatRange(0.01, 1.0)
         "--host": "Memory, disk and store",
         "--model": "Engines and nodes",
         "--look-ahead": "Queues",
-        "--sweep": "Options",
+        "--gpu-price": "Prices",
+        "--apart": "Options",
     },
 )
 @click.argument("traces", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="[TRACE]...")
@@ -38,6 +41,7 @@ _SHARE = click.FloatRange(0.01, 1.0)
 @option("--session-rate", default=1.0, type=click.FloatRange(0.001), help="Of those per second (Poisson).")
 @option("--think", default="60s", help="Mean time to a session's next turn.")
 @option("--window", default="2048", help="Tokens of the context of those; longer histories are cut.")
+@option("--moves/--no-moves", default=False, help="Those send the hint `reuse: moved`, and keep their first block.")
 @option("--block", default="64", help="Tokens of a block of those.")
 @option("--rate", default=0.0, type=click.FloatRange(0), help="Requests per second.  [default: the trace's own]")
 @option("--seed", default=1, type=int, help="Of what is generated.")
@@ -48,8 +52,8 @@ _SHARE = click.FloatRange(0.01, 1.0)
 @option("--remote", default="", metavar="SIZE", help="A store that nodes share, below that.  [default: none]")
 @option("--remote-speed", default="15Gbps", help="Of loads, and, behind a comma, of stores.")
 @option("--remote-latency", default="5ms", help="Of each.")
-@option("--policy", default="lru", help="As of pdx node; with --sweep a list, also of belady, which knows the trace.")
-@option("--disk-policy", default="lru", help="As of pdx node.")
+@option("--policy", default="lru", help="As of pdx node, or belady, which knows the trace. With --sweep a list.")
+@option("--disk-policy", default="lru", help="As of pdx node. With --policy belady the disk knows the trace, too.")
 @option("--store", default="all", type=click.Choice(["all", "twice-seen", "write-back"]), help="As of pdx node.")
 @option("--store-window", default=0.1, type=_SHARE, help="As of pdx node.")
 @option("--model", default="llama-3.1-8b", help="A preset's name, or a Hugging Face config.json; as of pdx plan.")
@@ -72,17 +76,33 @@ _SHARE = click.FloatRange(0.01, 1.0)
 @option("--look-ahead/--no-look-ahead", default=True, help="Engines tell the node what waits in their queues.")
 @option("--early", default=8, type=click.IntRange(0), help="The first so many that wait have asked already.")
 @option("--queue-depth", default=0, type=click.IntRange(0), help="Requests come as soon as fewer wait, not by time.")
+@option("--warm-up", default=0, type=click.IntRange(0), help="So many requests are not counted.")
 @option("--any-load", is_flag=True, help="Load also what would be computed sooner.")
+@option("--gpu-price", default=5.0, type=_PRICE, help="Dollars per hour, of a GPU …")
+@option("--host-price", default=0.0088, type=_PRICE, help="… of a GB of host memory …")
+@option("--disk-price", default=0.000082, type=_PRICE, help="… of a GB of disk …")
+@option("--remote-price", default=0.00003, type=_PRICE, help="… and of a GB of the shared store.")
+@option(
+    "--apart",
+    is_flag=False,
+    flag_value="each",
+    default="",
+    type=click.Choice(["", "each", "after"]),
+    metavar="[each|after]",
+    help="Memory alone, as a plain cache's simulator: blocks one by one; after: room is made after each prompt.",
+)
 @option(
     "--sweep",
     default="",
     metavar="WHAT=…,…",
-    help="Hit rate of memory alone by capacity, host=16GB,64GB, or in shares of an hour's demand, host=0.1x.",
+    help="Hit rate by capacity, host=16GB,64GB, or in shares of an hour's demand, host=0.1x; or by how long chunks are "
+    "kept, by age or unused: age=60s,10m,1h or idle=60s,10m,1h.",
 )
 @option("--json", "as_json", is_flag=True, help="One JSON array instead of tables.")
 def sim(
     *,
     traces: tuple[Path, ...],
+    apart: str,
     sweep: str,
     as_json: bool,
     **options: Any,
@@ -99,21 +119,30 @@ def sim(
     """
     from pdx.bench.sim.options import traces_of
 
+    if apart and sweep:
+        raise ConfigError("--apart and --sweep are two different questions; ask one")
     asked = SimpleNamespace(**options)
     found = traces_of(traces, asked)
     if sweep:
         _sweep(found, asked, sweep, as_json)
+    elif apart:
+        _apart(found, asked, apart, as_json)
     else:
         _simulate(found, asked, as_json)
 
 
 def _simulate(traces: Sequence[Trace], options: SimpleNamespace, as_json: bool) -> None:
+    from pdx.bench.harness.progress import Shown
     from pdx.bench.sim.options import case_of
     from pdx.bench.sim.simulation import simulate
     from pdx.bench.sim.tables import of_result
 
     case = case_of(options)
-    results = [simulate(trace, case) for trace in traces]
+    results = []
+    with Shown() as bar:
+        for trace in traces:
+            bar.begin(len(trace.requests), trace.name)
+            results.append(simulate(trace, case, bar.done))
     if as_json:
         click.echo(msgspec.json.encode(results))
         return
@@ -122,26 +151,51 @@ def _simulate(traces: Sequence[Trace], options: SimpleNamespace, as_json: bool) 
             _console().print(each)
 
 
+def _apart(traces: Sequence[Trace], options: SimpleNamespace, way: str, as_json: bool) -> None:
+    from pdx.bench.sim.options import case_of, policy_of
+    from pdx.bench.sim.replay import replay
+    from pdx.bench.sim.simulation import block_bytes
+    from pdx.cli.tables import table
+
+    case, policy = case_of(options), policy_of(options)
+    rows: list[tuple[str, str, int, float]] = []
+    for trace in traces:
+        blocks = max(1, int(case.host_bytes / block_bytes(case, trace)))
+        share = replay(trace, policy, blocks, way).hit_share
+        rows.append((trace.name, policy, blocks, share))
+    if as_json:
+        columns = ("trace", "policy", "blocks", "hit_share")
+        click.echo(msgspec.json.encode([dict(zip(columns, row, strict=True)) for row in rows]))
+        return
+    lines = [(name, policy, f"{blocks:,}", f"{share:.1%}") for name, policy, blocks, share in rows]
+    _console().print(table("memory alone", ("trace", "policy", ">blocks", ">hits"), lines))
+
+
 def _sweep(traces: Sequence[Trace], options: SimpleNamespace, sweep: str, as_json: bool) -> None:
-    from pdx.bench.sim.options import case_of
-    from pdx.bench.sim.replay import BELADY, by_room, demand_bytes
+    from pdx.bench.harness.progress import Shown
+    from pdx.bench.sim.options import case_of, policy_of, seconds_of
+    from pdx.bench.sim.replay import by_room, by_time, demand_bytes
     from pdx.bench.sim.tables import of_points
-    from pdx.store.policies import by_name
 
     policies = options.policy.split(",")
     for policy in policies:
-        if policy != BELADY:
-            by_name.find(policy)
+        policy_of(SimpleNamespace(policy=policy))
     token_bytes = case_of(SimpleNamespace(**{**vars(options), "policy": "lru"})).model.kv_token_bytes
     what, _, values = sweep.partition("=")
-    if what != "host" or not values:
-        raise ConfigError(f"--sweep {sweep!r}: write for example host=16GB,64GB or host=0.1x,0.25x")
-    sizes = _sizes(values)
+    if what not in ("host", "age", "idle") or not values:
+        raise ConfigError(f"--sweep {sweep!r}: write for example host=16GB,64GB or host=0.1x,0.25x or idle=60s,10m")
+    times = [seconds_of(text) for text in values.split(",")] if what != "host" else []
+    sizes = _sizes(values) if what == "host" else []
     points: list[Point] = []
-    for trace in traces:
-        demand = demand_bytes(trace, token_bytes)
-        rooms = [size * demand if is_share else size for size, is_share in sizes]
-        points += by_room(trace, token_bytes, rooms, policies)
+    with Shown(len(traces) * (len(times) or len(sizes) * len(policies))) as bar:
+        told = partial(bar.done, 1)
+        for trace in traces:
+            if times:
+                points += by_time(trace, token_bytes, what, times, told)
+                continue
+            demand = demand_bytes(trace, token_bytes)
+            rooms = [size * demand if is_share else size for size, is_share in sizes]
+            points += by_room(trace, token_bytes, rooms, policies, told)
     if as_json:
         click.echo(msgspec.json.encode(points))
     else:

@@ -78,8 +78,9 @@ class SimulatedEngine:
         block_tokens: int,
         on_over: Callable[[Served], None],
         on_event: Callable[[SimulatedEngine], None],
+        on_turn: Callable[[Served], None],
     ) -> None:
-        """`on_over`: a request's last token. `on_event`: `go_on` is to be called."""
+        """`on_turn`: a request has its turn; `on_over`: its last token. `on_event`: `go_on` is to be called."""
         self.busy_s = 0.0
         self.prefill_s = 0.0  # of steps with a part of a prompt
         self.loaded_blocks = 0  # into the KV cache
@@ -88,6 +89,7 @@ class SimulatedEngine:
         self._clock = clock
         self._node = node
         self._block_tokens = block_tokens
+        self._on_turn = on_turn
         self._on_over = on_over
         self._on_event = partial(on_event, self)
         self._link = Pipe(settings.host_bytes_s, 0.0)
@@ -107,7 +109,7 @@ class SimulatedEngine:
         return len(self._waiting)
 
     def arrive(self, served: Served) -> None:
-        served.in_memory = self._node.in_memory(served.request.keys)
+        served.in_memory = self._node.leading_in_memory(served.request)
         self._on_event()
         self._waiting.append(served)
         if len(self._waiting) <= self._settings.early:
@@ -119,10 +121,10 @@ class SimulatedEngine:
     def _ask(self, served: Served) -> None:
         served.is_asked = True
 
-        def answered(answer: Admitted) -> None:
+        def answered(answer: Admitted, keys: Sequence[bytes]) -> None:
             self._on_event()
             served.answer = answer
-            served.origins = self._node.origins(served.request.keys[: answer.hits])
+            served.origins = self._node.origins(keys)
 
         self._node.admit(served.name, served.request, answered)
 
@@ -142,7 +144,7 @@ class SimulatedEngine:
             served = self._waiting[at]
             if served.turn_at == math.inf:  # what it finds from now on, it waits for
                 served.turn_at = self._clock.now
-                served.at_turn = self._node.in_memory(served.request.keys)
+                served.at_turn = self._node.leading_in_memory(served.request)
             if not served.is_asked:
                 self._ask(served)
             if served.answer is None:
@@ -154,6 +156,7 @@ class SimulatedEngine:
             del self._waiting[at]
             self._used += needed
             self._turned += 1
+            self._on_turn(served)
             self._load(served)
 
     def _load(self, served: Served) -> None:

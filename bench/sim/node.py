@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.replay import sparse_arena
-from pdx.bench.sim.requests import Request
+from pdx.bench.sim.requests import SCOPE, Request
 from pdx.bench.sim.tier import Device, ModelledTier, PeersTier
 from pdx.config import NodeConfig, StoreChoice
 from pdx.errors import PdxError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.node.sessions import Session
-from pdx.store.policies.by_name import find
+from pdx.store.policies.by_name import Maker, find
 from pdx.store.store import LRU
 from pdx.store.tier import Job, Tier
 from pdx.telemetry.env import Env
@@ -28,10 +30,13 @@ from pdx.wire.messages import (
     Ask,
     Expect,
     Fill,
+    FindMoved,
     Hello,
+    Moved,
     Ping,
     Release,
 )
+from pdx.wire.moved import Part, Piece
 
 ENGINE_S = 86_400.0  # leases and reservations of a simulated engine do not run out: it is never late
 WAIT_S = 3600.0
@@ -53,11 +58,15 @@ class SimulatedNode:
         devices: Sequence[Device] = (),
         policy: str = "lru",
         disk_policy: str = "lru",
+        maker: Maker | None = None,
+        wanted: Mapping[bytes, Mapping[int, int]] | None = None,
         store: StoreChoice = "all",
         window: float = 0.1,
     ) -> None:
-        """`blocks`: room in memory. `store`, `window`: as in `pdx.store.storing`."""
+        """`blocks`: room in memory. `maker`: in place of the eviction policy that `policy` names. `wanted`: likewise,
+        in place of what the queue wants of the tiers. `store`, `window`: as in `pdx.store.storing`."""
         self._clock = clock
+        self._wanted = wanted
         self._disk_policy = find(disk_policy, clock)
         self._arena = sparse_arena(folder / "arena", blocks + PROBE_BYTES // GRANULE_BYTES)
         config = NodeConfig(
@@ -72,7 +81,7 @@ class SimulatedNode:
             fetch_s=60.0,
             name="simulated",
         )
-        self.service = Service(config, [self._arena], 1, Env(clock))
+        self.service = Service(config, [self._arena], 1, Env(clock), policy=maker)
         # It has no sockets, and so no peers.
         self.service.peers.turn = list  # type: ignore[method-assign]
         self.service.peers.tick = lambda: None  # type: ignore[method-assign]
@@ -104,7 +113,7 @@ class SimulatedNode:
             chunk_bytes=GRANULE_BYTES,
             on_removed=service.tiers.storing.removed,
             is_used=service.tiers.is_used,
-            wanted=service.store.wanted,
+            wanted=service.store.wanted if self._wanted is None else self._wanted,
             policy=self._disk_policy if device.kind == "disk" else LRU,
         )
 
@@ -127,11 +136,35 @@ class SimulatedNode:
         """The engine computes a block in so many seconds: what would take longer is not loaded. 0: not known."""
         self._ask(self._worker, Ping(chunk_s=block_s))
 
-    def admit(self, name: str, request: Request, then: Callable[[Admitted], None]) -> None:
-        """Ask for its blocks, and for room for what is not there; `then` is called with the answer, now or later."""
-        keys = list(request.keys)
-        ask = Admit(keys, GRANULE_BYTES, 1, lease_s=ENGINE_S, partial=True, wait_s=WAIT_S, request=name)
-        self._admit(ask, then)
+    def admit(self, name: str, request: Request, then: Callable[[Admitted, Sequence[bytes]], None]) -> None:
+        """Ask for its blocks, and for room for what is not there; `then` is called with the answer, now or later, and
+        with the keys of its hits. What its blocks hold is found at other positions, too, if that is more."""
+
+        def answered(answer: Admitted) -> None:
+            pieces = self._moved(request, answer.hits)
+            if not pieces:
+                then(answer, request.keys[: answer.hits])
+                return
+
+            def found(moved: Admitted) -> None:
+                is_more = moved.hits > answer.hits
+                self.release(answer if is_more else moved)
+                hits, lease = (moved if is_more else answer).hits, (moved if is_more else answer).lease
+                then(replace(answer, hits=hits, lease=lease), (keys if is_more else request.keys)[:hits])
+
+            keys, parts = [piece.key for piece in pieces], [Part(1, piece.shift) for piece in pieces]
+            self._admit(Admit(keys, lease_s=ENGINE_S, wait_s=WAIT_S, request=name, moved=parts), found)
+
+        ask = Admit(list(request.keys), GRANULE_BYTES, 1, lease_s=ENGINE_S, partial=True, wait_s=WAIT_S, request=name)
+        self._admit(replace(ask, tokens=request.told), answered)
+
+    def _moved(self, request: Request, hits: int) -> list[Piece]:
+        """Its leading blocks, wherever they were computed, if these are more than so many."""
+        if hits >= request.whole:
+            return []
+        found = self._ask(self._scheduler, FindMoved(SCOPE, request.ids, 1))
+        assert isinstance(found, Moved)
+        return found.pieces if len(found.pieces) > hits else []
 
     def _admit(self, ask: Admit, then: Callable[[Admitted], None]) -> None:
         answer = self._ask(self._scheduler, ask)
@@ -152,7 +185,10 @@ class SimulatedNode:
     def keep(self, request: Request) -> None:
         """The whole blocks of its answer were computed, too."""
         if request.more:
-            answer = self._ask(self._scheduler, Admit(list(request.more), GRANULE_BYTES, 1, partial=True))
+            parent = request.keys[request.whole - 1] if request.whole else b""
+            told = request.more_told
+            ask = Admit(list(request.more), GRANULE_BYTES, 1, partial=True, parent=parent, tokens=told)
+            answer = self._ask(self._scheduler, ask)
             if isinstance(answer, Admitted):
                 self.computed(answer)
 
@@ -160,6 +196,11 @@ class SimulatedNode:
         """What was found is in the engine's own memory."""
         if answer.lease:
             self._ask(self._scheduler, Release(answer.lease))
+
+    def leading_in_memory(self, request: Request) -> int:
+        """How many of its leading blocks are in host memory, wherever they were computed."""
+        count = self.in_memory(request.keys)
+        return max(count, self.in_memory([piece.key for piece in self._moved(request, count)]))
 
     def in_memory(self, keys: Sequence[bytes]) -> int:
         """How many leading ones are in host memory."""
@@ -179,6 +220,12 @@ class SimulatedNode:
     def origins(self, keys: Sequence[bytes]) -> list[str]:
         """Where the bytes of these, which are in host memory, came from: the name of a tier, or of the engine."""
         return [chunks[0].reservation.origin.name for chunks in self.service.store.find(keys, 1)]
+
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        """What these are worth to an oracle has changed."""
+        self.service.store.refresh([chunk for key in keys for chunk in self.service.store.index.of(key)])
+        for tier in self.tiers:
+            tier.refresh(keys)
 
     def _ask(self, session: Session, ask: Ask) -> Answer | None:
         self._tick()

@@ -12,9 +12,10 @@ from pdx.bench.plan.machines import Assumptions, Engine, find_gpu, host_bytes_s,
 from pdx.bench.plan.shapes import find_model
 from pdx.bench.plan.units import parse_count, parse_rate, parse_time
 from pdx.bench.sim.engine import Settings
+from pdx.bench.sim.replay import BELADY
 from pdx.bench.sim.requests import Trace, read
 from pdx.bench.sim.sessions import Conversations, generate
-from pdx.bench.sim.simulation import Case
+from pdx.bench.sim.simulation import Case, Prices
 from pdx.bench.sim.tier import Device
 from pdx.config import parse_bytes
 from pdx.errors import ConfigError
@@ -33,6 +34,7 @@ def traces_of(paths: Sequence[Path], options: Any) -> list[Trace]:
             rate=options.session_rate,
             think_s=parse_time(options.think),
             window=parse_count(options.window),
+            moves=options.moves,
             block_tokens=parse_count(options.block),
             seed=options.seed,
         )
@@ -60,7 +62,7 @@ def case_of(options: Any) -> Case:
     model = Engine(shapes, speeds_of(gpu, assumed, options.tp, shapes.weight_bytes), options.tp)
     if not model.kv_room_tokens:
         raise ConfigError(f"the weights of {shapes.name} do not fit into {options.tp} x {gpu.name}: give a larger --tp")
-    by_name.find(options.policy)
+    policy = policy_of(options)
     by_name.find(options.disk_policy, option="--disk-policy")
     return Case(
         model=model,
@@ -83,13 +85,35 @@ def case_of(options: Any) -> Case:
             )
             if room
         ],
-        policy=options.policy,
+        policy=policy,
         disk_policy=options.disk_policy,
         store=options.store,
         window=options.store_window,
         queue=options.queue_depth,
+        warm_up=options.warm_up,
         pays=not options.any_load,
+        prices=Prices(
+            gpu=options.gpu_price,
+            host_gb=options.host_price,
+            disk_gb=options.disk_price,
+            remote_gb=options.remote_price,
+        ),
     )
+
+
+def policy_of(options: Any) -> str:
+    """The eviction policy of memory. :raises ConfigError: there is none of this name."""
+    if options.policy != BELADY:
+        by_name.find(options.policy)
+    return str(options.policy)
+
+
+def seconds_of(text: str) -> float:
+    """A time that may also be in minutes or hours: 90s, 30m, 1h. :raises ConfigError: it is none."""
+    for unit, seconds in (("h", 3600.0), ("m", 60.0)):
+        if text.endswith(unit) and text[:-1].replace(".", "", 1).isdigit():
+            return float(text[:-1]) * seconds
+    return parse_time(text)
 
 
 def _device(kind: str, room: str, speed: str, latency: str) -> Device:

@@ -1,36 +1,46 @@
 """A trace through a real `Store` alone, without any time: which blocks are found, by the eviction policy and the room.
 
 Blocks have slots of the smallest size instead of real bytes. `REQUEST` has requests as an engine does: each finds and
-leases its leading blocks, has room made for the others, fills and seals them, and lets go. `EACH` is the way of
-simulators of plain caches: blocks come one at a time, the last one of a prompt first, and none is leased.
+leases its leading blocks, has room made for the others, fills and seals them, and lets go. The other ways are those of
+simulators of plain caches: `EACH` lets blocks come one at a time, the last one of a prompt first, and leases none;
+`AFTER` lets them come from the first one on, and makes room when the whole prompt is in.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.oracle import Belady, Future
-from pdx.bench.sim.requests import Trace
+from pdx.bench.sim.requests import SCOPE, Request, Trace
 from pdx.memory.arena import GRANULE_BYTES, TABLE_BYTES, Arena
 from pdx.store.chunk import Claim
+from pdx.store.content_names import ContentNames
 from pdx.store.policies import by_name
 from pdx.store.store import Store
 from pdx.telemetry.env import Env
 
 SESSION = 1
-REQUEST, EACH = "request", "each"
+REQUEST, EACH, AFTER = "request", "each", "after"
 BELADY = "belady"
 HOUR_S = 3600.0
 
 
-def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> float:
-    """The share of all tokens of prompts that memory of so many blocks has. `policy`: as `pdx node --policy` has it, or
-    `belady`, which knows the trace. Times are the trace's.
+class Kept(msgspec.Struct, frozen=True):
+    """What a replay says."""
+
+    hit_share: float  # of the tokens of all prompts
+    most_blocks: int  # that were in memory when a request was over
+
+
+def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Kept:
+    """Of memory of so many blocks. `policy`: as `pdx node --policy` has it, or `belady`, which knows the trace.
+
+    Times are the trace's.
 
     :raises ConfigError: there is no such policy.
     """
@@ -38,21 +48,27 @@ def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> float:
     clock = Clock()
     blocks = min(blocks, trace.distinct_blocks())  # more room is of no use, and a file has an end
     maker = by_name.find(policy, clock) if future is None else lambda _: Belady(future)
-    come = _request if way == REQUEST else _each
-    with tempfile.TemporaryDirectory() as folder, sparse_arena(Path(folder) / "arena", blocks) as arena:
+    spare = max(len(request.keys) for request in trace.requests) if way == AFTER else 0
+    with tempfile.TemporaryDirectory() as folder, sparse_arena(Path(folder) / "arena", blocks + spare) as arena:
         store = Store(arena, Env(clock), policy=maker)
-        found = 0
+        names = ContentNames()
+        found = most_bytes = 0
         for number, request in enumerate(trace.requests):
             clock.now = request.at_s
             store.expire()
             if future is not None:
-                future.turn(number)
-            found += min(come(store, request.keys) * trace.block_tokens, request.tokens)
+                future.over(number)
+            hits = _ONE[way](store, names, request, blocks)
+            found += min(hits * trace.block_tokens, request.tokens)
             if request.more:
                 _fill(store, request.more)
+            if request.told is not None and request.more_told is not None:
+                names.tell(request.told, request.keys, b"")
+                names.tell(request.more_told, request.more, request.keys[request.whole - 1] if request.whole else b"")
             if future is not None:
                 store.refresh([chunk for key in request.keys for chunk in store.index.of(key)])
-    return found / trace.tokens
+            most_bytes = max(most_bytes, store.total_bytes - store.free_bytes)
+    return Kept(found / trace.tokens, most_bytes // GRANULE_BYTES)
 
 
 def sparse_arena(path: Path, granules: int) -> Arena:
@@ -63,24 +79,44 @@ def sparse_arena(path: Path, granules: int) -> Arena:
     return Arena(path, nbytes, writable_generations=True)
 
 
-def _request(store: Store, keys: Sequence[bytes]) -> int:
-    """How many leading ones were there."""
-    found = store.find(keys, 1)
+def _request(store: Store, names: ContentNames, request: Request, blocks: int) -> int:
+    keys = request.keys
+    own = found = store.find(keys, 1)
+    if len(own) < request.whole:
+        pieces = names.find(SCOPE, request.ids, 1, lambda key: bool(store.find([key], 1)))
+        found = max(own, store.find([piece.key for piece in pieces], 1), key=len)
     lease = store.lease([chunk for shards in found for chunk in shards], SESSION, 60.0)
-    slots = store.reserve(_claim(keys[len(found) :]))[1]
+    slots = store.reserve(_claim(keys[len(own) :]))[1]
     store.release(lease, SESSION)
     store.seal(store.fill(slots, 0, 1, SESSION))
     return len(found)
 
 
-def _each(store: Store, keys: Sequence[bytes]) -> int:
-    count = len(store.find(keys, 1))
-    for key in reversed(keys):
-        if known := store.find([key], 1):
-            store.touch(known[0])
-        else:
-            _fill(store, [key])
+def _each(store: Store, names: ContentNames, request: Request, blocks: int) -> int:
+    count = len(store.find(request.keys, 1))
+    for key in reversed(request.keys):
+        _come(store, key)
     return count
+
+
+def _after(store: Store, names: ContentNames, request: Request, blocks: int) -> int:
+    count = len(store.find(request.keys, 1))
+    for key in request.keys:
+        _come(store, key)
+    surplus = (store.total_bytes - store.free_bytes) // GRANULE_BYTES - blocks
+    order = store.pools[0].order.victims()
+    for key in [chunk.key for chunk, _ in zip(order, range(surplus), strict=False)]:
+        store.delete([key])
+    return count
+
+
+def _come(store: Store, key: bytes) -> None:
+    """It is used, or comes."""
+    found = store.find([key], 1)
+    if found:
+        store.touch(found[0])
+    else:
+        _fill(store, [key])
 
 
 def _fill(store: Store, keys: Sequence[bytes]) -> None:
@@ -92,19 +128,23 @@ def _claim(keys: Sequence[bytes]) -> Claim:
     return Claim(keys=keys, nbytes=GRANULE_BYTES, layers=1, owner=SESSION, writers=[SESSION], partial=True)
 
 
-# ---- sweeps: hit rates by the capacity of a cache ------------------------------------------------
+_ONE: dict[str, Callable[[Store, ContentNames, Request, int], int]] = {REQUEST: _request, EACH: _each, AFTER: _after}
+
+
+# ---- sweeps: hit rates by the capacity of a cache, and by the time that chunks are kept ----------
 # Capacity is also told as a share of the demand: what all that comes anew within an hour would take. With sessions that
 # is CachedAttention's CCpUT (section 4.3): the distinct sessions of an hour, each with a full context window; the share
 # is its RCC/CCpUT.
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One capacity."""
+    """One capacity, or one time."""
 
     trace: str
     policy: str
-    room_bytes: float
+    room_bytes: float  # capacity; with a time: the most that was kept at once
     of_demand: float  # that room, as a share of an hour's demand
+    kept_s: float  # 0: for ever
     hit_share: float
     of_possible: float  # the hits, as a share of those of a store that forgets nothing
 
@@ -116,13 +156,37 @@ def demand_bytes(trace: Trace, token_bytes: float) -> float:
     return tokens * token_bytes / hours
 
 
-def by_room(trace: Trace, token_bytes: float, rooms: Sequence[float], policies: Sequence[str]) -> list[Point]:
-    """Of each policy, at each capacity in bytes."""
-    possible, demand = trace.found_by_all() / trace.tokens, demand_bytes(trace, token_bytes)
+def by_room(
+    trace: Trace,
+    token_bytes: float,
+    rooms: Sequence[float],
+    policies: Sequence[str],
+    told: Callable[[], None] = lambda: None,
+) -> list[Point]:
+    """Of each policy, at each capacity in bytes; `told` after each."""
     found = []
     for policy in policies:
         for room in rooms:
-            share = replay(trace, policy, max(1, int(room / (token_bytes * trace.block_tokens))))
-            of_possible = share / possible if possible else 0.0
-            found.append(Point(trace.name, policy, room, room / demand, share, of_possible))
+            blocks = max(1, int(room / (token_bytes * trace.block_tokens)))
+            found.append(_point(trace, token_bytes, policy, replay(trace, policy, blocks).hit_share, room, 0.0))
+            told()
     return found
+
+
+def by_time(
+    trace: Trace, token_bytes: float, policy: str, times_s: Sequence[float], told: Callable[[], None] = lambda: None
+) -> list[Point]:
+    """Of each time in seconds, with room for all that is not older (`policy` `age`), or was used since (`idle`)."""
+    found = []
+    for time_s in times_s:
+        kept = replay(trace, f"{policy}:{time_s:g}", trace.distinct_blocks())
+        room = kept.most_blocks * token_bytes * trace.block_tokens
+        found.append(_point(trace, token_bytes, policy, kept.hit_share, room, time_s))
+        told()
+    return found
+
+
+def _point(trace: Trace, token_bytes: float, policy: str, share: float, room: float, kept_s: float) -> Point:
+    possible = trace.found_by_all() / trace.tokens
+    demand = demand_bytes(trace, token_bytes)
+    return Point(trace.name, policy, room, room / demand, kept_s, share, share / possible if possible else 0.0)

@@ -12,12 +12,19 @@ from pathlib import Path
 import msgspec
 
 from pdx.errors import ConfigError
+from pdx.memory.keys import KEY_BYTES
+from pdx.wire.moved import TOKEN_BYTES, Told
 
+SCOPE = bytes(KEY_BYTES)  # of all of them: one model, one tenant
 MOONCAKE_TOKENS = 512  # of a block in Mooncake's traces
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
-    """One of them. `keys`: its prompt's blocks, the last one may be shorter; equal keys mean equal prefixes."""
+    """One of them. `keys`: its prompt's blocks, the last one may be shorter; equal keys mean equal prefixes.
+
+    `content`: a number for each whole block of the prompt, and for those of `more`; equal numbers mean equal tokens,
+    wherever they stand. It is found by these, too, as with the hint `reuse: moved`. Empty: they are not known.
+    """
 
     at_s: float
     tokens: int  # of the prompt
@@ -25,14 +32,41 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     keys: Sequence[bytes]
     more: Sequence[bytes] = ()  # blocks that are whole when the answer is there, behind the whole ones of the prompt
     session: str = ""
+    content: bytes = b""  # as tokens in messages: to the node a block is one
+
+    @property
+    def whole(self) -> int:
+        """How many whole blocks the prompt has whose content is known."""
+        return len(self.content) // TOKEN_BYTES - len(self.more) if self.content else 0
+
+    @property
+    def ids(self) -> bytes:
+        return self.content[: self.whole * TOKEN_BYTES]
+
+    @property
+    def told(self) -> Told | None:
+        """What a node is told of the prompt's blocks …"""
+        return Told(SCOPE, self.ids, 1, is_moved=True) if self.content else None
+
+    @property
+    def more_told(self) -> Told | None:
+        """… and of those of the answer."""
+        return Told(SCOPE, self.content[len(self.ids) :], 1, self.whole, is_moved=True) if self.content else None
+
+    @property
+    def named(self) -> Sequence[bytes]:
+        """All its blocks by what they are found by."""
+        ids = self.content
+        return [ids[at : at + TOKEN_BYTES] for at in range(0, len(ids), TOKEN_BYTES)] or [*self.keys, *self.more]
 
 
 def leading(requests: Iterable[Request]) -> Iterator[int]:
     """Of each how many leading blocks a store would find that never forgets anything."""
     seen: set[bytes] = set()
     for request in requests:
-        yield next((at for at, key in enumerate(request.keys) if key not in seen), len(request.keys))
-        seen.update(request.keys, request.more)
+        blocks, count = request.named, len(request.keys)
+        yield next((at for at, name in enumerate(blocks[:count]) if name not in seen), min(len(blocks), count))
+        seen.update(blocks)
 
 
 class Trace(msgspec.Struct, frozen=True):

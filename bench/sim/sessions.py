@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 
 import msgspec
 
@@ -33,6 +34,7 @@ class Conversations(msgspec.Struct, frozen=True, kw_only=True):
     think_s: float = 60.0  # mean time from one turn to the next
     window: int = 2048  # tokens of the model's context
     keep_share: float = 0.5  # of the window is left of the history when it would not fit
+    moves: bool = False  # whether what blocks hold is known, so that they are found behind a cut (`Request.content`)
     block_tokens: int = 64
     seed: int = 1
 
@@ -74,9 +76,11 @@ def generate(asked: Conversations) -> Trace:
     """A trace of them. A prompt is what the window has of the session's history, and the question.
 
     History is cut at blocks, which are named by their place in the session and by where it was cut: keys are chained.
+    With `moves` the session's first block stands in place of the first that is left: without it nothing is found.
     """
     size, window = asked.block_tokens, asked.window
     histories: dict[int, tuple[int, int]] = {}  # session -> where its history begins and ends
+    numbers: dict[int, int] = {}  # of what blocks hold, by session and place there
     requests: list[Request] = []
     for turn in turns(asked):
         answer = min(turn.answer, window // 2)
@@ -86,14 +90,17 @@ def generate(asked: Conversations) -> Trace:
             left = min(int(window * asked.keep_share), window - question - answer)
             start = max(start, -(-(end - left) // size) * size)
         tokens, whole = end - start + question, (end + question) // size
-        places = range(start // size, (end + question + answer) // size)
+        places = [*range(start // size, (end + question + answer) // size)]
+        if asked.moves and 0 < start <= end - size:
+            places[0] = 0
         end += question + answer
-        names = [_name(turn.session, start, at) for at in places]
+        names = [_name(turn.session, start if at else 0, at) for at in places]
         split = whole - start // size
         keys = names[:split]
         if (start + tokens) % size:  # its last block is not whole, and nobody else finds it
             keys = [*keys, _name(turn.session, 1 + len(requests), -1)]
-        requests.append(Request(turn.at_s, tokens, answer, keys, names[split:], str(turn.session)))
+        ids = array("I", [numbers.setdefault(turn.session << 32 | at, len(numbers)) for at in places if asked.moves])
+        requests.append(Request(turn.at_s, tokens, answer, keys, names[split:], str(turn.session), ids.tobytes()))
         histories[turn.session] = start, end
     return Trace(f"sessions-{asked.seed}", size, requests, asked.sessions, window)
 

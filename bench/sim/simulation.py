@@ -7,7 +7,7 @@ import math
 import statistics
 import tempfile
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from pdx.bench.plan.machines import Engine as Model
 from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.engine import Served, Settings, SimulatedEngine
 from pdx.bench.sim.node import TICK_S, SimulatedNode
+from pdx.bench.sim.oracle import Belady, Future
+from pdx.bench.sim.replay import BELADY
 from pdx.bench.sim.requests import Request, Trace, leading
 from pdx.bench.sim.routing import Router
 from pdx.bench.sim.tier import Device, ModelledTier
@@ -27,6 +29,15 @@ from pdx.proxy.config import Routing
 
 HOST = "host"
 PEER_S = 0.001  # until another node sends the first of what it is asked for
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """US dollars per hour."""
+
+    gpu: float = 5.0  # one
+    host_gb: float = 0.0088
+    disk_gb: float = 0.000082
+    remote_gb: float = 0.00003
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +56,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreChoice = "all"
     window: float = 0.1
     queue: int = 0  # requests come as soon as fewer than so many wait; 0: when the trace says
+    warm_up: int = 0  # so many requests are not counted
     pays: bool = True  # what takes longer to load than to compute is not loaded
+    prices: Prices = Prices()
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -79,7 +92,7 @@ class TierUse(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """All that a simulation says. Shares are of the tokens of all prompts."""
+    """All that a simulation says. Shares are of the tokens of all prompts that count."""
 
     trace: str
     policy: str
@@ -96,6 +109,8 @@ class Result(msgspec.Struct, frozen=True):
     seconds: float
     gpu_s: float  # of all GPUs that an engine has, while it is busy
     prefill_gpu_s: float
+    dollars: float
+    dollars_per_million: float  # tokens, of prompts and answers
     counters: dict[str, int]
 
     @property
@@ -110,13 +125,23 @@ def block_bytes(case: Case, trace: Trace) -> float:
     return case.model.kv_token_bytes * trace.block_tokens
 
 
-def simulate(trace: Trace, case: Case) -> Result:
-    """:raises ConfigError: something of it makes no sense."""
+def simulate(trace: Trace, case: Case, told: Callable[[int], None] = lambda count: None) -> Result:
+    """`told`: is called now and then with how many more requests are over.
+
+    :raises ConfigError: something of it makes no sense.
+    """
     blocks = int(case.host_bytes / block_bytes(case, trace))
     longest = max(len(request.keys) + len(request.more) for request in trace.requests)
     if blocks < max(256, longest):
         size = max(256, longest) * block_bytes(case, trace) / 1e9
         raise ConfigError(f"--host: {blocks} blocks are too few to simulate a node; give at least {size:.3g}GB")
+    if case.warm_up >= len(trace.requests):
+        raise ConfigError(
+            f"--warm-up: of {len(trace.requests)} requests {case.warm_up} are not to be counted, and so none would be"
+        )
+    future = Future(trace.requests) if case.policy == BELADY else None
+    if future is not None and case.nodes > 1:
+        raise ConfigError(f"--policy {BELADY} knows one node's future, and --nodes is {case.nodes}")
     clock = Clock()
     with ExitStack() as stack:
         nodes = []
@@ -127,8 +152,10 @@ def simulate(trace: Trace, case: Case) -> Result:
                 blocks=blocks,
                 block_bytes=block_bytes(case, trace),
                 devices=case.devices,
-                policy=case.policy,
+                policy="lru" if future is not None else case.policy,
                 disk_policy=case.disk_policy,
+                maker=(lambda _: Belady(future)) if future is not None else None,
+                wanted=future,
                 store=case.store,
                 window=case.window,
             )
@@ -144,23 +171,35 @@ def simulate(trace: Trace, case: Case) -> Result:
                 latency_s=PEER_S,
             )
             node.meet([each for each in nodes if each is not node], network)
-        run = _Run(trace, case, clock, nodes)
+        run = _Run(trace, case, clock, nodes, future, told)
         run.go()
         return run.result()
 
 
 class _Run:
-    def __init__(self, trace: Trace, case: Case, clock: Clock, nodes: Sequence[SimulatedNode]) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        case: Case,
+        clock: Clock,
+        nodes: Sequence[SimulatedNode],
+        future: Future | None,
+        told: Callable[[int], None],
+    ) -> None:
         self._trace = trace
         self._case = case
         self._clock = clock
         self._nodes = nodes
+        self._future = future
+        self._told = told
         self._served: list[Served] = []
         self._over = 0
         self._next = 0  # in the trace
         self._is_timed = False  # whether the clock knows when it comes
         self._talking: dict[str, deque[int]] = {}  # sessions with a turn that is not over, and those that wait for it
         self._ready: deque[int] = deque()  # those that wait no more
+        self._counted_at = 0.0  # when what counts began, and what there was by then
+        self._before: dict[str, float] = {}
         # Of a hundred nodes an event is about one, and the others are not looked at.
         self._touched: dict[int, SimulatedNode] = {}
         self._events: dict[SimulatedEngine, None] = {}
@@ -178,6 +217,7 @@ class _Run:
                 node,
                 trace.block_tokens,
                 on_event=self._has_event,
+                on_turn=self._has_turn,
                 on_over=self._ended,
             )
             for node in nodes
@@ -261,8 +301,18 @@ class _Run:
         if request.session:
             self._talking.setdefault(request.session, deque())
         served = Served(number, request, self._clock.now)
+        if len(self._served) == self._case.warm_up:
+            self._counted_at, self._before = self._clock.now, self._totals()
+        if self._future is not None:
+            self._future.arrives(number)
+            self._nodes[0].refresh(request.keys)
         self._served.append(served)
         self._router.place(served).arrive(served)
+
+    def _has_turn(self, served: Served) -> None:
+        if self._future is not None:
+            self._future.over(served.number)
+            self._nodes[0].refresh(served.request.keys)
 
     def _ended(self, served: Served) -> None:
         self._over += 1
@@ -273,6 +323,10 @@ class _Run:
             self._clock.at(self._clock.now, self._come)
         elif session:
             del self._talking[session]
+        if self._future is not None:
+            self._nodes[0].refresh(served.request.keys)
+        if not self._over % 64:
+            self._told(64)
 
     # ---- what comes of it -------------------------------------------------------------------
 
@@ -303,12 +357,15 @@ class _Run:
 
     def result(self) -> Result:
         case, trace = self._case, self._trace
+        served = self._served[case.warm_up :]
         names = [HOST, *dict.fromkeys(tier.name for tier in self._tiers)]
         hits: Counter[str] = Counter()
         early = possible = could = did = 0
         bounds = leading(each.request for each in self._served)
-        for each, bound in zip(self._served, bounds, strict=True):
+        for count, (each, bound) in enumerate(zip(self._served, bounds, strict=True)):
             request = each.request
+            if count < case.warm_up:
+                continue
             possible += self._tokens(request, 0, bound)
             could += bound > 0
             did += bound > 0 and each.hits > 0
@@ -316,30 +373,36 @@ class _Run:
             for at, origin in enumerate(each.origins):
                 is_late = at >= each.at_turn and origin in names
                 hits[origin if is_late else HOST] += self._tokens(request, at, at + 1)
-        now, seconds, tokens = self._totals(), max(self._clock.now, 1e-9), trace.tokens
+        now = {name: value - self._before.get(name, 0.0) for name, value in self._totals().items()}
+        seconds = max(self._clock.now - self._counted_at, 1e-9)
+        tokens = sum(each.request.tokens for each in served)
+        output = sum(each.request.output for each in served)
         tiers, scale = [self._host_use(hits, now, seconds)], block_bytes(case, trace)
         for name in names[1:]:
             loads, stores = now[f"{name} loads"], now[f"{name} stores"]
             removed, busy = int(now[f"{name} removed"]), now[f"{name} busy"] / seconds
             most = sum(tier.most_bytes for tier in self._tiers if tier.name == name) / GRANULE_BYTES * scale
             tiers.append(TierUse(name, hits[name], loads, stores, removed, most, busy))
+        dollars = self._dollars(seconds)
         counters = sum((Counter(node.service.counters) for node in self._nodes), Counter[str]())
         return Result(
             trace.name,
             case.policy,
-            len(self._served),
+            len(served),
             tokens,
-            sum(each.request.output for each in self._served),
+            output,
             sum(hits.values()) / tokens,
             possible / tokens,
             did / could if could else 0.0,
             early / max(1, sum(hits.values())),
             tiers,
-            Spread.of([each.first_at - each.arrived_at for each in self._served]),
-            Spread.of([each.turn_at - each.arrived_at for each in self._served]),
+            Spread.of([each.first_at - each.arrived_at for each in served]),
+            Spread.of([each.turn_at - each.arrived_at for each in served]),
             seconds,
             now["gpu"],
             now["prefill"],
+            dollars,
+            dollars / (tokens + output) * 1e6,
             {name: count for name, count in sorted(counters.items()) if count and not name.endswith("_ns")},
         )
 
@@ -354,3 +417,12 @@ class _Run:
         busy = loaded / case.settings.host_bytes_s / len(self._engines) / seconds
         most = sum(node.most_blocks for node in self._nodes)
         return TierUse(HOST, hits[HOST], loaded, now["sealed"] * scale, int(now["evicted"]), most * scale, busy)
+
+    def _dollars(self, seconds: float) -> float:
+        """GPUs and all room, for as long as it took."""
+        case, prices = self._case, self._case.prices
+        each_hour = case.nodes * (case.engines * case.model.tp * prices.gpu + case.host_bytes / 1e9 * prices.host_gb)
+        for device in case.devices:
+            room_gb = device.room_bytes / 1e9
+            each_hour += room_gb * (prices.disk_gb * case.nodes if device.kind == "disk" else prices.remote_gb)
+        return each_hour * seconds / 3600

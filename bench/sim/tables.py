@@ -38,6 +38,7 @@ def of_result(result: Result) -> Iterator[Table]:
         ("TTFT: mean, p50, p90, p99", _spread(result.ttft_s)),
         ("wait for a turn", _spread(result.wait_s)),
         ("time, and GPU time (of it with prompts)", _times(result)),
+        ("cost", f"${result.dollars:,.2f}; ${result.dollars_per_million:.3f} per million tokens"),
     ]
     yield table("", ("what", ">"), facts, header=False)
 
@@ -51,10 +52,11 @@ def _spread(spread: Spread) -> str:
 
 
 def of_points(points: Sequence[Point]) -> Table:
+    is_time = any(point.kept_s for point in points)
     rows = [
         (
             point.trace,
-            point.policy,
+            f"{point.policy}, {point.kept_s:g} s" if point.kept_s else point.policy,
             show_bytes(point.room_bytes),
             f"{point.of_demand:.3f}",
             f"{point.hit_share:.1%}",
@@ -62,5 +64,6 @@ def of_points(points: Sequence[Point]) -> Table:
         )
         for point in points
     ]
-    columns = ("trace", "policy", ">capacity", ">of an hour's demand", ">hits", ">of those possible")
-    return table("hit rate by capacity", columns, rows)
+    room = ">most at once" if is_time else ">capacity"
+    columns = ("trace", "policy", room, ">of an hour's demand", ">hits", ">of those possible")
+    return table("hit rate by time to live" if is_time else "hit rate by capacity", columns, rows)

@@ -33,7 +33,7 @@ class SystemFacts(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """A whole run: plain values, from which tables and figures are made. Written anew after every turn, so
+    """A whole run: plain values, from which tables, figures and pictures are made. Written anew after every turn, so
     that an interrupted run keeps what it measured."""
 
     kind: str
@@ -75,6 +75,10 @@ class Measuring(ABC, Generic[_Result, _Turn]):
         self._watcher = watcher
 
     @abstractmethod
+    def _amount(self, turn: _Turn) -> float:
+        """Of work, for the progress bar."""
+
+    @abstractmethod
     def _measure(self, turn: _Turn, running: Running) -> str:
         """Put more into the result; what is to be said of it."""
 
@@ -87,16 +91,18 @@ class Measuring(ABC, Generic[_Result, _Turn]):
 
         Systems that cannot be started or stop answering are named in `result.not_run`, and the others go on.
         """
-        for number, turn in enumerate(turns, 1):
+        self._watcher.begin(sum(map(self._amount, turns)))
+        for turn in turns:
+            self._watcher.now(str(turn))
             said = "left out" if turn.system in self.result.not_run else self._take(turn)
-            self._watcher.note(f"{number} of {len(turns)}, {turn}: {said}")
+            self._watcher.done(self._amount(turn), f"{turn}: {said}")
         self.result.is_complete = True
         self.result.save(self._path)
 
     def _take(self, turn: _Turn) -> str:
         try:
             if turn.system not in self._fleet.running:
-                self._watcher.note(f"starting {turn.system}")
+                self._watcher.now(f"starting {turn.system}")
             said = self._measure(turn, self._fleet.get(turn.system))
         except (AskFailed, PdxError, OSError, aiohttp.ClientError) as error:
             why = f"stopped answering ({turn}): {error}" if self._has(turn.system) else str(error)
@@ -137,8 +143,7 @@ class Plan:
     def carry_out(self, measure: Callable[[Shown], None], write: Callable[[], object]) -> int:
         """Measure, and write what there is however that ends. 0, or 130: SIGINT or SIGTERM came."""
         status = 0
-        progress = Shown()
-        with Interrupts():
+        with Shown() as progress, Interrupts():
             for name, why in self.not_run.items():
                 progress.note(f"{name} is left out: {why}")
             try:
@@ -146,6 +151,7 @@ class Plan:
             except KeyboardInterrupt:
                 status = INTERRUPTED
                 progress.note("interrupted; what was measured is kept")
+            progress.stop()
             with contextlib.suppress(KeyboardInterrupt), undisturbed():
                 write()
         return status

@@ -1,4 +1,4 @@
-"""What tests of systems to compare are started on, without starting any."""
+"""What tests of systems to compare are started on, without starting any; and fonts for tests that draw."""
 
 import json
 
@@ -29,3 +29,13 @@ def two_cores(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.setattr(placement, "cores", lambda: [0, 1])
     monkeypatch.setattr(placement, "gpus", list)
+
+
+@pytest.fixture(scope="session")
+def fonts():
+    """Loaded before the first test that draws, because matplotlib keeps their files open."""
+    from pdx.bench.harness.plot_style import Sheet
+
+    sheet = Sheet("bold", [1.0])
+    sheet.at(0, 0, "$10^1$ $x$ \ufffe", "x").set_yscale("log")
+    sheet.figure.draw_without_rendering()

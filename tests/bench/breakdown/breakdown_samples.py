@@ -1,6 +1,6 @@
 """Results of `pdx bench breakdown` made by hand: numbers chosen by the test, everything else as it usually is."""
 
-from pdx.bench.breakdown.records import Copy, Engines, Part, Parts, Request, Result
+from pdx.bench.breakdown.records import Copy, Engines, Part, Parts, Request, Result, Trace
 from pdx.bench.systems.plan import SystemFacts
 
 KV_BYTES = 64 << 10
@@ -32,9 +32,14 @@ def request(system, round_=0, *, tokens=4000, concurrency=1, index=0, to_client=
         "engines": Engines(QUEUE_MS, PREFILL_MS, to_runnable, FIRST_MS if has_pair else 0.0, 1.0),
         "moved_bytes": tokens * KV_BYTES if has_pair else 0,
         "hidden_share": 1.0 if system.startswith("pdx") else None,
-        "handoff_ms": 20.0 if system.startswith("pdx") else None,
     }
     return Request(**fields | changed)
+
+
+def trace(system="pdx", tokens=4000, handoff_ms=20.0):
+    """One request's moments."""
+    marks = {"received": 0.0, "prefill_end": 1000.0, "runnable": 1000.0 + handoff_ms}
+    return Trace(system=system, prompt_tokens=tokens, spans=[], marks=marks)
 
 
 def result(requests, **changed):
@@ -48,6 +53,7 @@ def result(requests, **changed):
         "not_run": {},
         "requests": list(requests),
         "copies": [Copy(0, 4000 * KV_BYTES, 20.0)],
+        "traces": [trace()],
         "is_complete": True,
     }
     return Result(**fields | changed)

@@ -70,10 +70,8 @@ class Server(StandInServer):
         return choices, len(text), {"x-pdx-transfer-id": f"t-{request_id}"} if system.is_pdx else {}
 
     def moments(self, request_id):
-        if self.system.is_pdx or self.system.engines == 1:
-            return None
         at = self.arrived_ns[request_id] / MS
-        return {name: at + after for name, after in STEPS.items()}
+        return {name: at + after for name, after in STEPS.items()} if not self.system.is_pdx else None
 
     def timeline(self, transfer):
         at = self.arrived_ns[transfer.removeprefix("t-")]

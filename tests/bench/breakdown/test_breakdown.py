@@ -21,7 +21,17 @@ SETTINGS = {
 
 class Watcher:
     def __init__(self):
-        self.lines = []
+        self.planned, self.reached, self.lines = 0.0, 0.0, []
+
+    def begin(self, amount):
+        self.planned = amount
+
+    def now(self, what):
+        self.lines.append(what)
+
+    def done(self, amount, line):
+        self.reached += amount
+        self.lines.append(line)
 
     def note(self, line):
         self.lines.append(line)
@@ -93,6 +103,7 @@ def test_a_whole_run(folder):
     assert [copy.nbytes for copy in result.copies] == ([20 * 8] * 6 + [50 * 8] * 6) * 2
     assert run.copies == [copy.nbytes for copy in result.copies]
     assert run.fleet.num_rests == len(run.copies)  # nobody takes time meanwhile
+    assert run.watcher.reached == run.watcher.planned > 0
 
 
 def test_all_systems_get_the_same_prompts_and_none_twice(folder):
@@ -107,16 +118,17 @@ def test_all_systems_get_the_same_prompts_and_none_twice(folder):
 def test_what_is_known_of_a_request(folder):
     result = Run(folder).run()
     of = {name: [each for each in result.requests if each.system == name] for name in ("pdx", "nixl", "plain")}
-    assert all(each.engines is not None for each in result.requests)
+    assert all(each.parts is not None and each.engines is not None for each in result.requests)
     assert [each.engines.prefill_ms for each in result.requests] == pytest.approx([10] * len(result.requests))
     assert {each.parts.gather.exposed_ms for each in of["pdx"]} == {1}
     assert {each.parts.scatter.exposed_ms for each in of["pdx"]} == {2}
     assert all(20 <= each.decode_first_ms < 10_000 for each in of["pdx"])
     assert all(40 <= each.decode_first_ms < 10_000 for each in of["nixl"])
     assert {each.decode_first_ms for each in of["plain"]} == {None}
-    assert {each.parts for each in of["nixl"]} == {None}
-    assert {each.handoff_ms for each in of["pdx"]} == {6}
-    assert {each.handoff_ms for each in of["nixl"]} == {None}
+    assert {each.parts.is_mean for each in of["nixl"] if each.concurrency == 3} == {True}
+    alone = [each for each in result.traces if each.spans]
+    assert [(each.system, each.prompt_tokens) for each in alone] == [("pdx", 20), ("pdx", 50)]
+    assert len(result.traces) == 2 * 2  # the moments of every PDX request that was alone
 
 
 def test_every_start_is_followed_by_warm_ups_that_do_not_count(folder):

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from breakdown_samples import everything, request, result
+from breakdown_samples import everything, parts, request, result, trace
 
 from pdx.bench.breakdown.figures import figures
 from pdx.bench.breakdown.records import Engines
@@ -68,8 +68,7 @@ def test_a_goal_that_requests_miss(name):
 @pytest.mark.parametrize(("handoff_ms", "is_met"), [(22.9, True), (23.1, False)])
 def test_the_goal_of_the_timeline(handoff_ms, is_met):
     """0.4 copies of 20 ms and 15 ms."""
-    requests = changed(everything(), "pdx", handoff_ms=lambda each: handoff_ms)
-    found = goals(figures(result(requests)))
+    found = goals(figures(result(everything(), traces=[trace(handoff_ms=handoff_ms)])))
     assert is_met == found["pdx: prefill's end until the decoder may run, by its timeline"].is_met
 
 
@@ -77,6 +76,24 @@ def test_a_handoff_that_vanishes_keeps_ratios_finite():
     requests = [request("pdx", to_client=-3.0), request("nixl", to_client=200.0)]
     found = goals(figures(result(requests)))["handoff, nixl / pdx, client's first token"]
     assert (found.value, found.note) == (200.0, "median of 1; 200.00 to 200.00; 1 below 1 ms counted as that")
+
+
+def test_copying_inside_prefill_is_told_apart():
+    requests = [
+        request("pdx", parts=parts(gather=71.0)),
+        request("nixl", to_client=200.0, to_runnable=200.0),
+    ]
+    found = values(result(requests))
+    head = "4,000 tokens:"
+    assert found[f"{head} handoff, nixl / pdx, client's first token"] == pytest.approx(20.0)
+    copying = "with the copying inside prefill"
+    assert found[f"{head} pdx: handoff to the client's first token, {copying}"] == pytest.approx(81.0)
+    assert found[f"{head} pdx: handoff until the decoder may run, {copying}"] == pytest.approx(106.0)
+    assert found[f"{head} handoff, nixl / pdx, client's first token, {copying}"] == pytest.approx(200 / 81, rel=1e-3)
+    assert found[f"{head} handoff, nixl / pdx, decoder may run, {copying}"] == pytest.approx(200 / 106, rel=1e-3)
+    beside = values(result(requests, settings={"rounds": 3, "is_gather_beside": True}))
+    assert found.keys() > beside.keys()
+    assert not any(copying in name for name in beside)
 
 
 def test_prefill_is_compared_with_that_of_plain_vllm():

@@ -22,8 +22,9 @@ from pdx.cli.main import BENCHES, main
 
 PROGRAM = Path(__file__).with_name("breakdown_program.py")
 SMALL = ["--tokens", "20,50", "--concurrency", "1,2", "--rounds", "2", "--warmups", "1", "--output-tokens", "4"]
+PNG = b"\x89PNG"
 KV_BYTES = 2 * 1 * 8 * 4
-WAIT_S = 150  # it imports much, on machines that may be busy
+WAIT_S = 150  # it imports much and draws pictures, on machines that may be busy
 
 
 @contextlib.contextmanager
@@ -85,6 +86,8 @@ def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
     assert not result.is_complete
     assert [request.system for request in result.requests].count("nixl") == 1 + 2
     assert json.loads(told.splitlines()[-1])["bench"] == "breakdown"
+    for name in ("breakdown", "ttft-cdf", "itl-cdf", "concurrency", "timeline-pdx-20"):
+        assert (out / f"{name}.png").read_bytes().startswith(PNG)
     assert "interrupted; what was measured is kept" in progress
 
 
@@ -104,6 +107,7 @@ def plan(model, out, *systems, not_run=()):
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     monkeypatch.setattr(memcpy, "CALM_S", 0.0)
+    monkeypatch.setattr(breakdown_run, "draw_all", lambda result, folder: [])
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.bench.breakdown.parts import Clock, of_transfer, queued_ms
+from pdx.bench.breakdown.parts import Clock, of_moments, of_transfer, queued_ms
+from pdx.bench.breakdown.records import Engines
 from pdx.telemetry.timeline import Event, Moment
 from pdx.telemetry.trace import TraceSpan
 
@@ -108,3 +109,43 @@ def test_exposed_parts_add_up_whatever_is_told(at, spans, queued, first, beside)
         part = getattr(found, name)
         assert 0 <= part.exposed_ms <= part.total_ms
         assert part.hidden_ms >= 0
+
+
+def engines(**changed):
+    told = {
+        "prefill_queue_ms": 5,
+        "prefill_ms": 100,
+        "decode_queue_ms": 40,
+        "decode_first_ms": 30,
+        "computed_tokens": 1,
+    }
+    return Engines(**told | changed)
+
+
+def moments(**changed):
+    return {
+        "received": 0,
+        "prefill_sent": 1,
+        "prefill_answered": 110,
+        "decode_sent": 111,
+        "decode_first": 187,
+    } | changed
+
+
+def test_another_system_one_leg_after_the_other():
+    found = of_moments([moments()], engines())
+    assert exposed(found) == {"queue": 5, "prefill": 100, "wire": 40, "first_decode": 30, "rest": 12}
+    assert not found.is_mean
+
+
+@given(
+    ends=st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3)), min_size=1, max_size=4),
+    told=st.tuples(*[st.floats(0, 1e3)] * 4),
+)
+def test_other_systems_parts_add_up_whatever_is_told(ends, told):
+    batch = [moments(prefill_answered=answered, decode_first=first) for answered, first in ends]
+    found = of_moments(batch, Engines(*told, computed_tokens=0))
+    assert sum(getattr(found, name).exposed_ms for name in NAMES) == pytest.approx(
+        sum(first for _, first in ends) / len(ends)
+    )
+    assert all(getattr(found, name).exposed_ms >= 0 for name in NAMES)

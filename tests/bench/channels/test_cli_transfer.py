@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pdx.bench.channels import trial
+from pdx.bench.channels import plots, trial
 from pdx.bench.channels.measure import MEMCPY, Row
 from pdx.bench.harness import commands as commands_module
 from pdx.cli.main import main
@@ -94,6 +94,7 @@ def test_shm_and_tcp_are_measured_beside_memcpy(tmp_path):
     assert found["machine"]["cpus"] == os.cpu_count()
     printed = json.loads(found["stdout"])
     assert printed["details"]["rows"] == found["rows"]
+    assert (tmp_path / "transfer.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.long
@@ -110,6 +111,7 @@ def test_interrupted_midway_it_keeps_what_it_has(tmp_path, number):
     measured = [row for row in found["rows"] if row["scheme"] == "tcp"]
     assert len(measured) < 16 * 8
     assert all(row["raw_gb_s"] is None for row in measured)
+    assert (tmp_path / "transfer.png").exists()
     assert "ended early" in found["stdout"]
 
 
@@ -155,6 +157,7 @@ def carried_out(monkeypatch, out, **told):
 
 
 def test_a_channel_that_is_not_there_is_no_failure_and_one_that_breaks_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(plots, "draw", lambda *_: None)  # which leaves fonts open
     status, found = carried_out(monkeypatch, tmp_path, shm=ChannelUnavailable("no room"))
     assert (status, found["missing"]["shm"]) == (0, "ChannelUnavailable: no room")
     status, found = carried_out(monkeypatch, tmp_path, shm=ChannelBroken("other bytes"))

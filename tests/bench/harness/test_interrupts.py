@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdx.bench.harness.interrupts import Interrupts, run, whole
+from pdx.bench.harness.interrupts import Interrupts, Steps, run, whole
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 
@@ -58,6 +58,19 @@ def test_only_the_first_signal_interrupts() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted_twice(events)
     assert events == ["cleaned up"]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_steps_end_without_an_error_and_handlers_are_as_before(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(each) for each in NUMBERS]
+    with Steps(3) as steps:
+        steps.step("one")
+        steps.step("three")
+        signal.raise_signal(number)
+        steps.step("never")
+    assert steps.was_interrupted
+    assert capsys.readouterr().err.splitlines() == ["[1/3] one", "[2/3] three"]
+    assert [signal.getsignal(each) for each in NUMBERS] == before
 
 
 @pytest.mark.parametrize("number", NUMBERS)

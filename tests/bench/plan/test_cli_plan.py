@@ -56,10 +56,10 @@ def test_what_is_wrong_is_said(arguments, words):
     assert words in " ".join(result.output.split())
 
 
-def test_neither_numpy_nor_torch_is_needed():
+def test_neither_matplotlib_nor_numpy_is_needed():
     code = """
 import sys
-sys.modules["numpy"] = sys.modules["torch"] = None
+sys.modules["matplotlib"] = sys.modules["numpy"] = sys.modules["torch"] = None
 from click.testing import CliRunner
 from pdx.cli.main import main
 print(CliRunner().invoke(main, ["plan"]).exit_code)

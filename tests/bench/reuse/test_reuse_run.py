@@ -34,6 +34,7 @@ ROOM = 3 * 9  # blocks: three documents with their questions
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(run, "SAVED_S", 0.0)
+    monkeypatch.setattr(report, "draw", lambda result, path: None)
 
 
 @pytest.fixture

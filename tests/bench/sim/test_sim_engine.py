@@ -1,12 +1,16 @@
 """Engines and tiers on virtual time: what takes how long, who goes first, and that the same comes of the same."""
 
+import hashlib
+from array import array
+
 import msgspec
 import pytest
 from sim_cases import BLOCK, BLOCK_BYTES, MODEL, case, disk, key, request, some
 
 from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.node import SimulatedNode
-from pdx.bench.sim.requests import Trace
+from pdx.bench.sim.replay import replay
+from pdx.bench.sim.requests import Request, Trace
 from pdx.bench.sim.simulation import simulate
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.proxy.config import Routing
@@ -75,7 +79,7 @@ def test_a_queue_is_loaded_ahead_of_its_turn():
     assert "prefetched_chunks" not in blind.counters
 
 
-@pytest.mark.parametrize("policy", ["lru", "gittins", "age:5"])
+@pytest.mark.parametrize("policy", ["lru", "gittins", "belady", "age:5"])
 def test_the_same_gives_the_same_bit_by_bit(policy):
     settings = {"devices": [disk(500, gb_s=2.0)], "engines": 2, "policy": policy}
     first, second = (simulate(some(60), case(**settings)) for _ in range(2))
@@ -106,7 +110,7 @@ def pass_time(node, clock):
 def put(node, clock, first):
     """A prompt of 60 chunks is in memory, and on the disk."""
     numbers = range(first, first + 60)
-    node.admit("put", request(numbers), lambda answer: (node.computed(answer), node.release(answer)))
+    node.admit("put", request(numbers), lambda answer, _: (node.computed(answer), node.release(answer)))
     node.turn()
     pass_time(node, clock)
 
@@ -117,7 +121,7 @@ def test_a_load_takes_as_long_as_the_device_and_the_node_measures_its_rate(bed):
         put(node, clock, first)
     assert node.in_memory([key(0)]) == 0
     began, answers = clock.now, []
-    node.admit("again", request(range(60)), answers.append)
+    node.admit("again", request(range(60)), lambda answer, _: answers.append(answer))
     assert not answers, "it is on the disk"
     node.turn()
     pass_time(node, clock)
@@ -170,3 +174,24 @@ def test_by_prefix_a_queue_that_is_too_long_is_left():
     result = simulate(alike(64, 0.0001, prompts=1), msgspec.structs.replace(case(), nodes=4, routing=Routing.PREFIX))
     alone = simulate(alike(64, 0.0001, prompts=1), msgspec.structs.replace(case(), nodes=1))
     assert result.ttft_s.mean < 0.75 * alone.ttft_s.mean
+
+
+def test_what_blocks_hold_is_found_wherever_it_stands_behind_a_known_beginning():
+    """By hand: nothing; 1 + 18; 1 + 10 + 3; nothing without its beginning; the beginning alone."""
+    prompts = [
+        [*range(30)], [0, *range(12, 34)], [0, *range(20, 30), *range(31, 34), 36], [50, *range(20, 33)], [0, 41, 42]
+    ]  # fmt: skip
+    requests = []
+    for at, blocks in enumerate(prompts):
+        keys = [hashlib.md5(repr(blocks[: end + 1]).encode()).digest() for end in range(len(blocks))]
+        content = array("I", blocks).tobytes()
+        requests.append(Request(at * 100.0, len(blocks) * BLOCK, 1, keys, content=content))
+    trace, total = of(*requests), sum(map(len, prompts))
+    served = simulate(trace, case(pays=False))
+    assert served.hit_share * total == pytest.approx(19 + 14 + 1)
+    assert served.hit_share == pytest.approx(served.tiers[0].hit_tokens / trace.tokens)
+    assert served.counters["moved_tokens"] == 18 + 13  # blocks: to the node each is a token here
+    assert served.counters["sealed"] == total - 3, "what was moved lies there under its own keys, too"
+    assert replay(trace, "lru", 300).hit_share == pytest.approx(served.hit_share)
+    plain = of(*(msgspec.structs.replace(each, content=b"") for each in requests))
+    assert simulate(plain, case(pays=False)).hit_share * total == pytest.approx(1 + 1 + 1)

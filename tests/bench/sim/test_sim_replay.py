@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 from sim_cases import BLOCK, request, some
 
-from pdx.bench.sim.replay import EACH, REQUEST, replay
+from pdx.bench.sim.replay import AFTER, EACH, REQUEST, replay
 from pdx.bench.sim.requests import Trace, read
 from pdx.errors import ConfigError
 
 SYNTHETIC = Path(__file__).parent / "data" / "mooncake-synthetic_trace.jsonl.gz"
+
+
+def hit_share(*asked):
+    return replay(*asked).hit_share
 
 
 @pytest.fixture(scope="module")
@@ -26,23 +30,29 @@ def synthetic():
 @pytest.mark.parametrize(
     ("policy", "way", "blocks", "percent"),
     [
+        ("age:1e9", AFTER, 10_000, 40.4),
         ("lru", EACH, 20_000, 58.2),
         ("s3fifo", EACH, 20_000, 57.2),
         ("belady", EACH, 20_000, 65.1),
     ],
 )
 def test_hit_rates_are_those_of_an_independent_simulation(synthetic, policy, way, blocks, percent):
-    assert 100 * replay(synthetic, policy, blocks, way) == pytest.approx(percent, abs=0.3)
+    assert 100 * hit_share(synthetic, policy, blocks, way) == pytest.approx(percent, abs=0.3)
 
 
-@pytest.mark.parametrize("way", [REQUEST, EACH])
+@pytest.mark.long
+def test_gittins_finds_no_less_than_the_better_of_lru_and_s3fifo(synthetic):
+    assert 100 * hit_share(synthetic, "gittins", 20_000) >= 58.2
+
+
+@pytest.mark.parametrize("way", [REQUEST, EACH, AFTER])
 def test_nothing_finds_more_than_belady_and_belady_no_more_than_a_store_that_forgets_nothing(way):
     trace = some(80)
-    found = {policy: replay(trace, policy, 150, way) for policy in ("lru", "age:1e9", "s3fifo", "gittins", "belady")}
+    found = {policy: hit_share(trace, policy, 150, way) for policy in ("lru", "age:1e9", "s3fifo", "gittins", "belady")}
     possible = trace.found_by_all() / trace.tokens
     assert max(found, key=found.get) == "belady"
     assert found["belady"] < possible
-    assert replay(trace, "lru", trace.distinct_blocks(), way) == pytest.approx(possible)
+    assert hit_share(trace, "lru", trace.distinct_blocks(), way) == pytest.approx(possible)
 
 
 def brute_force(requests, room):
@@ -66,7 +76,14 @@ def test_belady_is_the_best_of_all_choices():
         drawn = random.Random(seed)
         requests = [request([drawn.randrange(6)]) for _ in range(14)]
         trace = Trace("tiny", BLOCK, requests)
-        assert replay(trace, "belady", 3, EACH) * len(requests) == pytest.approx(brute_force(requests, 3))
+        assert hit_share(trace, "belady", 3, EACH) * len(requests) == pytest.approx(brute_force(requests, 3))
+
+
+def test_what_is_kept_for_a_time_is_found_within_it():
+    trace = Trace("tiny", BLOCK, [request([1, 2], 0.0), request([1, 2], 9.0), request([1, 2], 20.0)])
+    assert replay(trace, "age:10", 100).hit_share * 3 == pytest.approx(1.0)
+    assert replay(trace, "age:30", 100).hit_share * 3 == pytest.approx(2.0)
+    assert replay(trace, "age:10", 100).most_blocks == 2
 
 
 @pytest.mark.parametrize(

@@ -46,3 +46,19 @@ def test_no_prompt_and_answer_are_longer_than_the_window():
     trace = generate(replace(ASKED, sessions=500))
     assert max(request.tokens + request.output for request in trace.requests) <= 2048
     assert all(len(set(request.keys)) == len(request.keys) == -(-request.tokens // 64) for request in trace.requests)
+
+
+def test_a_history_that_was_cut_keeps_its_first_block_where_kv_may_move():
+    moves, stays = (generate(replace(ASKED, sessions=200, moves=moves)) for moves in (True, False))
+    cut = 0
+    for with_first, without in zip(moves.requests, stays.requests, strict=True):
+        assert (with_first.tokens, len(with_first.keys)) == (without.tokens, len(without.keys))
+        assert len(with_first.content) == 4 * (with_first.tokens // 64 + len(with_first.more))
+        assert with_first.keys[1:] == without.keys[1:], "keys are chained"
+        cut += with_first.keys[0] != without.keys[0]
+    assert cut > 100
+    for requests in of_sessions(moves):
+        seen, first = set(), next((request.content[:4] for request in requests if request.content), b"")
+        for request in requests:
+            assert not request.content or request.content[:4] == first or request.content[:4] not in seen, "all is new"
+            seen.update(request.named)
