@@ -90,7 +90,8 @@ def draw_bars(result: Result, path: Path) -> Path | None:
         if copy is not None:
             axes.axvline(COPIES * copy + EXTRA_MS, color="k", linestyle="--", label="1.3 memcpy + 15 ms")
     counts = sum(each.concurrency == 1 and each.parts is not None for each in result.requests)
-    return sheet.save(path, note(result, f"Each part's median of {counts:,} requests, one at a time"))
+    told = note(result, f"Each part's median of {counts:,} requests, one at a time")
+    return sheet.save(path, told, one_legend=True)
 
 
 def _bar(axes: Any, place: int, parts: dict[str, Part], names: Sequence[str], *, has_hidden: bool) -> None:

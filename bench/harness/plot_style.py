@@ -79,12 +79,16 @@ class Sheet:
         axes.set_ylabel(y, fontsize=SMALL_PT)
         return axes
 
-    def save(self, path: Path, note: str = "") -> Path:
-        """As a PNG, whole or not at all; axes that show nothing are left out."""
+    def save(self, path: Path, note: str = "", *, one_legend: bool = False) -> Path:
+        """As a PNG, whole or not at all; axes that show nothing are left out. `one_legend`: of all, beside them."""
+        if one_legend:
+            pairs = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in self.axes.flat)
+            named = {label: handle for each in pairs for handle, label in each}
+            self.figure.legend(named.values(), named.keys(), loc="outside right center", fontsize=7, frameon=False)
         for axes in self.axes.flat:
             if not axes.has_data():
                 axes.set_axis_off()
-            elif axes.get_legend_handles_labels()[0] and axes.get_legend() is None:
+            elif not one_legend and axes.get_legend_handles_labels()[0] and axes.get_legend() is None:
                 axes.legend(fontsize=7, frameon=False)
         self.figure.supxlabel("\n".join(textwrap.wrap(note, 170)), fontsize=7, color="#555555", x=0.01, ha="left")
         path.parent.mkdir(parents=True, exist_ok=True)
