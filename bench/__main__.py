@@ -1,18 +1,24 @@
 """All benches, one after the other, and docs/numbers.md from their results: `python -m pdx.bench`.
 
 About fifteen minutes on two cores. A goal that is missed is shown, not an error; exit status 1: a bench did not run.
-`python -m pdx.bench NAME…` runs some.
+`python -m pdx.bench NAME…` runs some. With `--before CHECKOUT` each runs in turns with that checkout's, and what is
+shown is each figure's ratio; no result is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from pdx.bench.gpu.__main__ import SECTIONS
 from pdx.bench.harness.report import RESULTS, ROOT, console
@@ -38,20 +44,55 @@ NUMBERS = ROOT / "docs" / "numbers.md"
 BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
 
 
-def run(name: str) -> bool:
-    """One bench, in a process of its own; whether it ended well."""
-    console.rule(name)
+def run(name: str, root: Path = ROOT) -> dict[str, float] | None:
+    """The figures of one bench, in a process of its own; None where it failed."""
+    console.rule(name if root == ROOT else f"{name} of {root}")
+    env = os.environ if root == ROOT else {**os.environ, "PYTHONPATH": str(root)}
+    last = ""
     program, *words = (BENCHES | NAMED)[name].split()
-    if program == "python":
-        return subprocess.run([sys.executable, "-P", *words], cwd=ROOT, check=False).returncode == 0
     out = ROOT / "pdx-bench" / name
-    command = [sys.executable, "-P", "-m", "pdx.cli.main", *words, "--out", str(out)]
-    if subprocess.run(command, cwd=ROOT, check=False).returncode:
-        return False
-    for written in (out / f"{words[1]}.json", out / f"{words[1]}.png"):
-        if written.exists():
-            shutil.copy(written, RESULTS / f"{name}{written.suffix}")
-    return True
+    if program == "pdx":
+        words = ["-m", "pdx.cli.main", *words, "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-P", *words], stdout=subprocess.PIPE, text=True, cwd=root, env=env
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    if process.returncode:
+        return None
+    if program != "pdx":
+        return {figure: value for figure, value in json.loads(last).items() if isinstance(value, (int, float))}
+    written = out / f"{words[3]}.json"
+    for file in (written, written.with_suffix(".png")) if root == ROOT else ():
+        if file.exists():
+            shutil.copy(file, RESULTS / f"{name}{file.suffix}")
+    return {figure["name"]: figure["value"] for figure in json.loads(written.read_text())["figures"]}
+
+
+def beside(names: list[str], before: Path, rounds: int) -> int:
+    """Run each bench here and in that checkout in turns; show the median of each figure's ratio."""
+    failed = 0
+    for name in names:
+        ratios: dict[str, list[float]] = defaultdict(list)
+        for turn in range(rounds):
+            roots = (before.resolve(), ROOT) if turn % 2 == 0 else (ROOT, before.resolve())
+            found = {root: run(name, root) for root in roots}
+            here, there = found[ROOT], found[before.resolve()]
+            if here is None or there is None:
+                failed = 1
+                continue
+            for figure in here:
+                if there.get(figure):
+                    ratios[figure].append(here[figure] / there[figure])
+        table = Table(title=f"{name}: here / {before}, median of {rounds} turns", title_justify="left")
+        for column in ("figure", "ratio", "least", "most"):
+            table.add_column(column, justify="left" if column == "figure" else "right")
+        for figure, each in ratios.items():
+            table.add_row(figure, *(f"{value:.3f}" for value in (statistics.median(each), min(each), max(each))))
+        console.print(table)
+    return failed
 
 
 def rows(bench: str) -> list[str]:
@@ -100,17 +141,22 @@ def fill_numbers() -> None:
     _, _, tail = rest.partition(END)
     shown = [name for name in (*BENCHES, *SHOWN) if (RESULTS / f"{name}.json").exists()]
     lines = [row for name in shown for row in rows(name)]
-    pictures = [f"![{name}](../bench/results/{name}.png)\n" for name in shown if (RESULTS / f"{name}.png").exists()]
-    NUMBERS.write_text(f"{head}{BEGIN}\n" + "\n".join([*lines, *pictures]) + f"\n{END}{tail}")
+    pictures = [f"\n![{name}](../bench/results/{name}.png)" for name in shown if (RESULTS / f"{name}.png").exists()]
+    NUMBERS.write_text(f"{head}{BEGIN}\n" + "\n".join([*lines, *pictures]) + f"\n\n{END}{tail}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pdx.bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES | NAMED)}")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="run each bench in turns with that checkout's")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each bench with --before")
     options = parser.parse_args()
     if unknown := set(options.names) - (BENCHES | NAMED).keys():
         parser.error(f"no such bench: {', '.join(sorted(unknown))}")
-    failed = [name for name in options.names or BENCHES if not run(name)]
+    names = options.names or [name for name in BENCHES if not (options.before and name == "handoff")]
+    if options.before:
+        return beside(names, options.before, options.rounds)
+    failed = [name for name in names if not run(name)]
     fill_numbers()
     for name in failed:
         console.print(f"{name} failed")
