@@ -40,7 +40,7 @@ def test_two_conversations_of_two_rounds(service: Server, workplace: Path) -> No
     argv += ["--workload", "chat", "--requests", "4", "--rounds", "2", "--input-len", "400"]
     argv += ["--message-len", "50", "--output-len", "20", "--rate", "4", "--slo", "ttft=60s,itl=60s"]
     done = subprocess.run(
-        [*PDX, "bench", "serve", *argv, "--label", "pdx", "--out", str(out), "--detailed"],
+        [*PDX, "bench", "serve", *argv, "--label", "pdx", "--out", str(out)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
