@@ -47,7 +47,7 @@ _SHARE = click.FloatRange(0.01, 1.0)
 @option("--step", default="3ms", help="The engine's own time per step.")
 @option("--control", default="8ms", help="Of a handoff, besides wire and scatter.")
 @option("--links", default="32Gbps,64Gbps,128Gbps", help="To load KV over, as achieved.")
-@option("--out", type=FOLDER, help="Folder for plan.json.")
+@option("--out", type=FOLDER, help="Folder for plan.json and plan.png.")
 @option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def plan(*, out: Path | None, as_json: bool, **options: Any) -> None:
     """Say what a deployment needs, from the shapes of the model and the speeds of the machine.
@@ -68,11 +68,14 @@ def plan(*, out: Path | None, as_json: bool, **options: Any) -> None:
     pair = {"prefillers": options["prefillers"], "decoders": options["decoders"]}
     found = make(asked.case, hardware=asked.hardware, links=asked.links, **pair)
     if out is not None:
+        from pdx.bench.plan.plots import draw
+
         try:
             replace_file(out / "plan.json", msgspec.json.format(msgspec.json.encode(found), indent=1))
         except OSError as error:
             raise ConfigError(f"{out / 'plan.json'} cannot be written: {error}") from error
-        click.echo(f"wrote {out / 'plan.json'}", err=True)
+        for path in (out / "plan.json", draw(found, out / "plan.png")):
+            click.echo(f"wrote {path}", err=True)
     if as_json:
         click.echo(msgspec.json.encode(found))
     else:

@@ -25,6 +25,7 @@ def test_it_says_how_many_and_whether(tmp_path):
     assert "32 Gbps" in result.output
     said = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert said["verdict"]["helps"] == "yes"
+    assert (tmp_path / "out" / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_json(tmp_path):
