@@ -1,4 +1,4 @@
-"""`plan.png`: what of a transfer hides, and where loading KV overtakes computing it (figure 12 of the LMCache paper)."""
+"""`plan.png`: what of a transfer hides, and when loading KV beats computing it (LMCache paper, figure 12)."""
 
 from __future__ import annotations
 

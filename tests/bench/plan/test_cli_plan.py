@@ -16,6 +16,7 @@ def plan(*arguments):
     return CliRunner().invoke(main, ["plan", *map(str, arguments)])
 
 
+@pytest.mark.usefixtures("fonts")
 def test_it_says_how_many_and_whether(tmp_path):
     result = plan("--model", "llama-3.1-70b", "--ttft", "2s", "--itl", "40ms", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
