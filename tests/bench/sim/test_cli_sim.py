@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 from pdx.cli.main import main
 
-
 SMALL = ("--sessions", 40, "--model", "llama-13b", "--gpu", "a100", "--tp", 2)
 
 
