@@ -291,7 +291,7 @@ def test_requests_that_are_preempted_find_what_they_have_saved(bed: OracleBed, a
     reader = bed.engine("reader", asynchronous=asynchronous, blocks=130, **of(kind))
     prompts = {str(number): history[: 256 + 100 * number] + bed.tokens(80, number) for number in range(5)}
     for name, prompt in prompts.items():
-        reader.add(name, prompt, 100)
+        reader.add(name, prompt, 300)
     reader.run()
     reader.check()
     assert reader.preemptions or kind != "full", "others need less room"
