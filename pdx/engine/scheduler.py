@@ -408,6 +408,8 @@ class SchedulerHalf:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return {}
+        if tracked.is_queued and self.link.connection is not None:  # a decoder may wait for it at this node
+            tracked.deal_with(self.link.connection.epoch)
         tracked.end()
         self._turns.remove(tracked)
         self._due.discard(request.request_id)

@@ -17,6 +17,7 @@ import zmq
 
 from pdx.config import private_folder, socket_path
 from pdx.errors import ConfigError, PdxError, ProtocolError
+from pdx.security import descriptors
 from pdx.security.accept_queue import AcceptQueue
 from pdx.security.address import needs_ipv6, tcp_endpoint
 from pdx.security.curve_keys import KeyPair, secure_client
@@ -101,6 +102,8 @@ class PeerSocket:
         :raises ConfigError: the address cannot be had anew, say for want of a descriptor; to be called again.
         """
         assert self._gate is not None, "there are no keys"
+        if descriptors.left() < descriptors.reserve() // 4:  # else each try would keep some, or end the process
+            raise ConfigError("too few file descriptors are left (ulimit -n)")
         self._gate.prove(own)
         self._gate.guard(self.router)
         try:

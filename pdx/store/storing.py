@@ -76,7 +76,8 @@ class Storing:
         new: dict[Chunk, Origin] = {}
         for chunk in chunks:
             if chunk.state is not State.SEALED:
-                new[chunk] = self._tiers.origin(chunk)
+                if not chunk.shard:
+                    new[chunk] = self._tiers.origin(chunk)
                 continue
             if chunk.is_stored_again:
                 chunk.is_stored_again = False
@@ -84,8 +85,9 @@ class Storing:
                     self._again[chunk.key] = None
             if not chunk.is_found:
                 chunk.is_found = True
-                new[chunk] = origin = self._tiers.origin(chunk)
-                self._tiers.hit(chunk, origin)
+                if not chunk.shard:
+                    new[chunk] = origin = self._tiers.origin(chunk)
+                    self._tiers.hit(chunk, origin)
                 if self._choice == "twice-seen" and not chunk.tail and not any(chunk.reservation.arenas):
                     self.give(chunk, self.below(chunk))
         return new

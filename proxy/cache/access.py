@@ -27,10 +27,11 @@ _PORT = re.compile(r":\d*$")
 
 @web.middleware
 async def refuse_strange_names(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """At a loopback address, let in only who calls it so. A page of elsewhere can have its own name lead there (DNS
-    rebinding), and a browser of this host would let it read all that is told without a token."""
+    """At a loopback address, let in only who calls it so, or by no name, as probes of HTTP/1.0 do. A page of elsewhere
+    can have its own name lead there (DNS rebinding), and a browser of this host would let it read all that is told
+    without a token."""
     where = request.transport.get_extra_info("sockname") if request.transport is not None else None
-    name = _PORT.sub("", request.headers.get("Host", "").lower()).strip("[]")
+    name = _PORT.sub("", request.headers.get("Host", "localhost").lower()).strip("[]")
     if isinstance(where, tuple) and is_loopback(where[0]) and not is_loopback(name):
         return error_response(403, f"this address is this host's alone: ask for localhost, and not {name!r:.80}")
     return await handler(request)

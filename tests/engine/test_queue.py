@@ -119,9 +119,12 @@ def test_a_request_that_ends_before_its_turn_takes_its_word_back(engine: ToyEngi
         engine.finish(request)
 
 
-def test_a_decoder_does_not_wait_for_a_prefill_that_ends_before_its_turn(engines: Engines, engine: ToyEngine) -> None:
-    """Its node was told that it will come, and nothing else."""
-    decoder, prompt, transfer = engines(transfer_wait_s=60.0), tokens(402, 3 * CHUNK), "t" * 20
+@pytest.mark.parametrize("num_tokens", [3 * CHUNK, CHUNK // 2])
+def test_a_decoder_does_not_wait_for_a_prefill_that_ends_before_its_turn(
+    engines: Engines, engine: ToyEngine, num_tokens: int
+) -> None:
+    """Its node was told that it will come, if it fills a chunk, and nothing else."""
+    decoder, prompt, transfer = engines(transfer_wait_s=60.0), tokens(402, num_tokens), "t" * 20
     queue = arrive(engine, [tokens(300 + number, CHUNK // 2) for number in range(EARLY)])
     prefill = Request("p", prompt, prefill_of(transfer))
     engine.scheduler_guard.arrived(prefill)

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from cache_stage import KEY, SHAPE, TOKEN, refused, stage
 from proxy_harness import until
+from yarl import URL
 
 from pdx.errors import ConfigError
 from pdx.proxy.app import Proxy
@@ -264,6 +265,12 @@ async def test_a_page_of_elsewhere_whose_name_leads_here_is_told_nothing(made):
         for path in ("/", "/status.json", "/metrics", "/pdx/requests"):
             async with made.client.get(made.admin + path, headers={"Host": host}) as response:
                 assert response.status == (403 if host in strange else 200), (host, path)
+    where = URL(made.admin)
+    reader, writer = await asyncio.open_connection(where.host, where.port)
+    writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")  # no browser leaves its name out
+    assert (await reader.readline()).split()[1] == b"200"
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_neither_tokens_nor_texts_are_logged(one, caplog):

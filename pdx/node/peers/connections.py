@@ -80,6 +80,7 @@ class Connections:
         self._timeout_s, self._ping_s = config.peer_timeout_s, config.report_s
         self._own_key = OwnKey(config.keys, env.counters)
         self.own = self._own_key.in_file  # what is proved here now, and is to be proved at other sockets, too
+        self._is_proved = True  # False: another key was to be, and that failed on its way
         self.roster = Roster(config.roster, has_keys=self.own is not None, counters=env.counters)
         self._discovery: Discovery | None = None
         if config.discover:
@@ -152,10 +153,6 @@ class Connections:
         peer = self._last.get(name)
         return peer if peer is not None and peer.state is not ConnectionState.CLOSED else None
 
-    def address_of(self, name: str) -> str:
-        """Where the roster says that a peer is, empty if it does not name it."""
-        return self.roster.address_of(name)
-
     def dial(self, name: str, *, is_wanted: bool = True) -> PeerConnection:
         """The connection to that peer; if there is none, the peer is dialled now, and `invited` or `over` will follow.
 
@@ -220,7 +217,7 @@ class Connections:
             if self._discovery is not None:
                 self.roster.find(self._discovery.found)
             own = self._own_key.after(self.own, self.roster, self._name, self.address)
-            if own is not None and own != self.own:
+            if own is not None and not (own == self.own and self._is_proved):
                 self._prove(own)
         self._heed()
         is_ping_due = self._now >= self._next_ping
@@ -236,12 +233,13 @@ class Connections:
 
     def _prove(self, own: KeyPair) -> None:
         """Where this fails it is tried again at the next tick."""
+        self._is_proved = False
         try:
             self._listening.prove(own, self._poller)
         except (ConfigError, OSError, zmq.ZMQError) as error:
             self._env.faults.warn("the node's key", f"the node's new key is not used yet: {error}")
             return
-        self.own = own
+        self.own, self._is_proved = own, True
         log.info("new connections have the node's new key, %s", own.public)
 
     def close(self) -> None:
@@ -439,7 +437,7 @@ class Connections:
             self._lose(peer, Ending.LOST, why)
 
     def _tick(self, peer: PeerConnection) -> None:
-        is_dialing, address = peer.state is ConnectionState.DIALING, self.address_of(peer.name)
+        is_dialing, address = peer.state is ConnectionState.DIALING, self.roster.address_of(peer.name)
         if not self.roster.is_named(peer.name, peer.key, peer.address):
             self._lose(peer, Ending.LOST, "the roster has changed")
         elif is_dialing and address not in ("", peer.address):  # who has not answered is not waited for where it was
@@ -483,7 +481,7 @@ class Connections:
             peer.socket.close(linger=LINGER_MS)
         else:
             del self._by_route[peer.route]
-            if self._last[peer.name] is peer and not self.address_of(peer.name):
+            if self._last[peer.name] is peer and not self.roster.address_of(peer.name):
                 del self._last[peer.name]  # names that nobody has asked for are not kept
 
     def _end_failed(self, peer: PeerConnection | None) -> None:

@@ -311,7 +311,7 @@ class PeerTiers:
         if tier is not None:
             tier.start = None
             self._lose(tier, why)
-            if not self.connections.address_of(name):  # nobody can ask for it by name, until it comes again
+            if not self.connections.roster.address_of(name):  # nobody can ask for it by name, until it comes again
                 del self._tiers[name]
         self._fetches.lost(name, self.env.clock())
 

@@ -239,7 +239,7 @@ class Peers:
     def invited(self, peer: PeerConnection, welcome: messages.Welcome, schemes: list[str]) -> None:
         """The peer says where it may be written, by these schemes of this node, best first."""
         self.fetches.ready(peer)
-        at_once = peer.is_dialled or (bool(self.connections.address_of(peer.name)) and self._is_warm())
+        at_once = peer.is_dialled or (bool(self.connections.roster.address_of(peer.name)) and self._is_warm())
         self.regions.when_open(lambda: self.tiers.ready(peer, welcome, schemes, at_once=at_once))
 
     def over(self, peer: PeerConnection, ending: Ending, why: str) -> None:
@@ -454,7 +454,7 @@ class Peers:
         tier, peer, account = self.tiers.look(name), self.connections.of(name), self.inbound.account(name)
         return PeerStatus(
             name=name,
-            address=self.connections.address_of(name),
+            address=self.connections.roster.address_of(name),
             state=peer.state if peer is not None else ConnectionState.CLOSED,
             channel=tier.scheme,
             rates=tier.rates,

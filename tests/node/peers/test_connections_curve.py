@@ -14,6 +14,7 @@ from connection_stage import TIMEOUT_S, Raw, key_files, settled, write_roster, z
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.node.peers import connections
 from pdx.node.peers.connection import Ending
+from pdx.security import descriptors
 from pdx.security.curve_keys import KeyPair
 from pdx.security.peer_socket import PeerSocket
 from pdx.wire.messages import Bye, Push, Refused
@@ -152,6 +153,17 @@ def test_a_key_is_exchanged_while_the_node_runs_and_the_old_one_is_worth_nothing
         beta.connections.tick()
     assert beta.connections.public_key == old.public, "that one is proved still"
     assert not beta.counters["internal_errors"]
+    path.write_text(f'secret-key = "{old.secret}"\n')
+    settled(path)
+    cluster.tick()
+    assert beta.connections.public_key == old.public
+    assert cluster.where["beta"].startswith("tcp:") or Path(cluster.where["beta"][len("ipc://") :]).is_socket()
+    path.write_text(f'secret-key = "{new.secret}"\n')
+    settled(path)
+    with monkeypatch.context() as short:
+        short.setattr(descriptors, "left", lambda: 2)
+        beta.connections.tick()
+    assert beta.connections.public_key == old.public, "it was not begun, or each try would keep a descriptor"
     cluster.tick()
     assert beta.connections.public_key == new.public
     assert not alpha.core.saw("over"), "the connection stays"
