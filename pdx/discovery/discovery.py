@@ -117,6 +117,8 @@ class Discovery(Closing):
                 try:
                     await self._source.follow(own, self._changed)
                 except Exception as error:  # noqa: BLE001 - whatever it is, all stay where they are
+                    if self._task.cancelling():  # several tasks that were ended may say what they failed of meanwhile
+                        return
                     self._counters["discovery_failures"] += 1
                     if pause_s > self._pause_s:  # not the first one: connections may end
                         self._faults.warn("discovery", f"{self._source} is asked again: {_told(error)}")
