@@ -26,6 +26,7 @@ both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asyn
 def step_takes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Says how long a step of a busy engine takes, as far as the scheduler half sees; answers come within it."""
     monkeypatch.setattr(store_lookup, "ASK_S", 20.0)
+    monkeypatch.setattr(store_lookup, "MISS_S", 60.0)  # nothing is asked twice because a core was taken away
     monkeypatch.setattr(store_lookup, "BUSY_SHARE", 1e12)
 
     def say(seconds: float) -> None:
@@ -158,4 +159,5 @@ def test_a_silent_node_keeps_one_request_waiting_and_no_other(own_bed: OracleBed
     wait_until(lambda: connection.silent_s() == 0.0, what="its heartbeat is answered")
     engine.ask("after", own_bed.tokens(300, "after"), 2)
     assert len(questions.asked) == 2
-    wait_until(lambda: own_bed.counted("degraded_request_without_pdx") == 6, what="each is counted")
+    # And those before and after where the node has not its core for so long.
+    wait_until(lambda: own_bed.counted("degraded_request_without_pdx") >= 6, what="each is counted")
