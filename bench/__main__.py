@@ -2,7 +2,7 @@
 
 About fifteen minutes on two cores. A goal that is missed is shown, not an error; exit status 1: a bench did not run.
 `python -m pdx.bench NAME…` runs some. With `--before CHECKOUT` each runs in turns with that checkout's, and what is
-shown is each figure's ratio; no result is kept.
+shown is each figure's ratio; docs/numbers.md stays, and `bench/results` has the last turn of some.
 """
 
 from __future__ import annotations
