@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -331,12 +330,14 @@ class Tiers(TierHost):
 
         A load of more would be given up with chunks half loaded, and would keep those behind it waiting for nothing.
         """
-
-        def is_late(count: int) -> bool:
-            nbytes = _nbytes(found[:count], shards)
-            return any(self._load_takes(tier, total) > self._load_s for tier, total in nbytes.items())
-
-        return bisect_left(range(1, len(found) + 1), 1, key=is_late) if is_late(len(found)) else len(found)
+        if all(self._load_takes(tier, total) <= self._load_s for tier, total in _nbytes(found, shards).items()):
+            return len(found)
+        nbytes: Counter[Tier] = Counter()
+        for at, (_, tier, held) in enumerate(found):
+            nbytes[tier] += held.nbytes * shards
+            if self._load_takes(tier, nbytes[tier]) > self._load_s:
+                return at
+        return len(found)
 
     def _paying(self, found: Sequence[Hit], shards: int, computing: Computing) -> int:
         """How many leading ones of these are loaded sooner than computed, by what was measured of the tiers."""
