@@ -121,11 +121,12 @@ def crossovers(plan: Plan) -> Table:
         rows = [row for row in plan.loading if row.tokens in lengths]
         ratios = [f"{row.load_s[number] / row.prefill_s:.2f}" for row in rows]
         gbps = f"{found.bytes_s * 8 / 1e9:,.4g} Gbps"
-        table.add_row(gbps, _when(found.load_from), *ratios)
+        table.add_row(gbps, when(found.load_from), *ratios)
     return table
 
 
-def _when(load_from: int | None) -> str:
+def when(load_from: int | None) -> str:
+    """See `Crossover.load_from`, in words."""
     if load_from is None:
         return f"not up to {LONGEST:,} tokens"
     return "always" if load_from == 1 else f"from {load_from:,} tokens on"
