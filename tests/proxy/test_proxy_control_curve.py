@@ -35,6 +35,11 @@ async def peers_of(node):
             return message.peers
 
 
+async def hears_nothing(node):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(node.socket.recv(), 0.05)
+
+
 async def test_nodes_hear_of_their_peers_now_and_when_they_come(tmp_path):
     with control_stage(f"ipc://{tmp_path}/c/p.sock") as made:
         one = made.node("one")
@@ -68,8 +73,7 @@ async def test_who_is_not_in_the_roster_any_more_is_told_nothing(members):
         assert made.control.order("one", Order(1, Status())) == "it is not connected"
         made.control.tell(Prefilled("t" * 16), {""})
         made.control.send_peers(PEERS)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(former.socket.recv(), 0.05)
+        await hears_nothing(former)
         now = made.node("one", pairs["one"], pairs["proxy"].public)
         await now.report()
         assert await peers_of(now) == PEERS
@@ -85,8 +89,7 @@ async def test_a_report_under_anothers_name_is_dropped(members):
         assert made.drops == ["not_its_name"]
         assert made.reports == []
         made.control.send_peers(PEERS)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(liar.socket.recv(), 0.05)
+        await hears_nothing(liar)
 
 
 async def test_strangers_are_not_heard_until_the_roster_has_their_key(members):
