@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import json
 import pickle
 import shutil
+import time
 import warnings
-import weakref
-from importlib.metadata import EntryPoint
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from node_harness import NodeThread, attached
 
 from pdx.engine.params import TransferParams, parse_params
 from pdx.engine.plan import WorkerNews
@@ -27,16 +29,17 @@ from pdx.errors import ConfigError, LayoutError, ProtocolError
 from pdx.memory.form import apart_salt, form_of, lossy_fingerprint
 from pdx.memory.keys import chunk_key
 from pdx.memory.layout import CacheGroups, KvLayout
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import EngineFacts
 from pdx.wire.tokens import chunk_keys
-from pdx.wire.verbs import Model
+from pdx.wire.verbs import Model, Models
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
-    from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -46,13 +49,15 @@ with warnings.catch_warnings():
         supports_hma,
     )
     from vllm.platforms import current_platform
+    from vllm.sampling_params import SamplingParams
     from vllm.v1 import kv_cache_interface
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
     from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-    from pdx.vllm import connector, identity, releases
+    from pdx.vllm import connector, releases
     from pdx.vllm.connector import _checked_config
     from pdx.vllm.identity import facts_of, layouts_of, model_identity, naming_of, why_unnamed
 
@@ -129,7 +134,7 @@ UNNAMED = {
 
 @pytest.mark.parametrize("case", [*UNNAMED, "a folder without weights", "scales of the first prompt"])
 def test_weights_without_a_content_are_named_for_one_life(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch, case: str
+    folder: Path, halves: Callable[..., Any], node_here: NodeThread, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     """Two engines share nothing, and each says so once."""
     model, load_format = UNNAMED.get(case, (model_of(folder), "auto"))
@@ -140,23 +145,13 @@ def test_weights_without_a_content_are_named_for_one_life(
     assert why_unnamed(model, load_format, cache)
     if not cache.calculate_kv_scales:
         assert model_identity(model, load_format) != model_identity(model, load_format)
-    told = []
-
-    class Half:
-        def __init__(self, config: Any, own: list[KvLayout], *_: Any, **__: Any) -> None:
-            layouts.extend(own)
-            self.link = self
-
-        def count(self, reason: str, text: str, *args: str, times: int) -> None:
-            told.append((reason, text % args))
-
-    monkeypatch.setattr(connector, "SchedulerHalf", Half)
-    for _ in range(2):
-        made = connector_of(folder, KVConnectorRole.SCHEDULER, model=model, load_format=load_format, cache=cache)
-        made.set_xfer_handshake_metadata({})
-    assert layouts[0].model != layouts[1].model
-    assert [reason for reason, _ in told] == ["unnamed_weights"] * 2
-    assert "are found by no other one" in told[0][1]
+    engines = [f"{case} {number}" for number in range(2)]
+    for engine in engines:
+        more = {"model": model, "load_format": load_format, "cache": cache, "engine": engine}
+        halves(KVConnectorRole.SCHEDULER, **more).set_xfer_handshake_metadata({})
+    found = [model_at(node_here, engine) for engine in engines]
+    assert found[0].shape["model"] != found[1].shape["model"]
+    assert caplog.text.count("chunks of this engine are found by no other one") == 2
 
 
 def test_weights_of_a_folder_a_commit_or_a_seed_are_named_by_content(folder: Path) -> None:
@@ -214,16 +209,25 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
     return vllm_config, cache
 
 
+# What only releases are told whose groups PDX moves.
+of_groups = pytest.mark.skipif(not releases.moves_groups(), reason="PDX moves one group of this vLLM")
+
+
 @pytest.mark.parametrize(
     ("groups", "changes", "words"),
     [
         ([group()], {"hashing": "xxhash"}, "'xxhash' can be made to collide"),
-        ([group(), group(CrossAttentionSpec)], {}, "a KV cache group of CrossAttentionSpec"),
-        ([group(MambaSpec, mamba_cache_mode="none")], {}, "states that vLLM keeps in mode 'none'"),
-        (
+        pytest.param(
+            [group(), group(CrossAttentionSpec)], {}, "a KV cache group of CrossAttentionSpec", marks=of_groups
+        ),
+        pytest.param(
+            [group(MambaSpec, mamba_cache_mode="none")], {}, "states that vLLM keeps in mode 'none'", marks=of_groups
+        ),
+        pytest.param(
             [group(MambaSpec, mamba_cache_mode="align", num_speculative_blocks=2)],
             {},
             "states with speculative decoding",
+            marks=of_groups,
         ),
         ([], {}, "this model has no KV cache"),
         ([group()], {"hash_block_size": 16}, "block hashes of 16 tokens"),
@@ -231,9 +235,8 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
     ],
 )
 def test_layouts_that_pdx_does_not_move_are_refused(
-    folder: Path, groups: list[Any], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, groups: list[Any], changes: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr(identity, "moves_groups", lambda: True)
     with pytest.raises(ConfigError if "hashing" in changes else LayoutError, match=words):
         layouts_of(*configs(folder, groups, **changes), 256, model="m")
 
@@ -315,10 +318,10 @@ def test_what_cannot_be_cut_is_refused(folder: Path, ranks: int, shards: int, wo
         sharded(folder, ranks, shards)
 
 
-def test_a_state_cannot_be_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@of_groups
+def test_a_state_cannot_be_cut(folder: Path) -> None:
     import torch
 
-    monkeypatch.setattr(identity, "moves_groups", lambda: True)
     state = group(MambaSpec, mamba_cache_mode="align", shapes=[(8, 16)], dtypes=[torch.float32])
     with pytest.raises(LayoutError, match="shards 2 of 1 ranks: a state cannot be cut"):
         layouts_of(*configs(folder, [state]), 256, model="m", shards=2)
@@ -414,7 +417,7 @@ def test_a_model_with_state_space_layers_is_refused_where_vllm_asks_for_the_layo
     chosen = KVConnectorFactory.get_connector_class(transfer)
     assert chosen.get_required_kvcache_layout(config) is None
     model.is_hybrid = True
-    monkeypatch.setattr(identity, "moves_groups", lambda: False)
+    monkeypatch.setattr(releases, "RELEASE", (0, 31))
     with pytest.raises(LayoutError, match=r"state-space layers \(JambaForCausalLM\)"):
         chosen.get_required_kvcache_layout(config)
 
@@ -428,12 +431,12 @@ def test_a_model_with_state_space_layers_is_refused_where_vllm_asks_for_the_layo
     ],
 )
 def test_releases_that_are_not_known_or_find_nothing_are_refused(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch, release: tuple[int, int], words: str
+    halves: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, release: tuple[int, int], words: str
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.setattr(releases, "RELEASE", release)
     with pytest.raises(ConfigError, match=words):
-        connector_of(folder, KVConnectorRole.WORKER)
+        halves(KVConnectorRole.WORKER)
     if "any_release" not in words:
         with pytest.raises(ConfigError, match=words):
             releases.check_release(any_release=True)
@@ -452,23 +455,26 @@ def test_releases_that_are_known_start_in_silence_and_newer_ones_with_a_warning(
 
 
 def test_the_order_of_a_page_is_what_the_workers_say_where_only_they_know(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+    halves: Callable[..., Any], node_here: NodeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in 0.28, whose `KVCacheConfig` does not have it: two orders under one name would be wrong tokens."""
     monkeypatch.setattr(releases, "RELEASE", (0, 28))
     backends = "vllm.v1.attention.backends.utils.get_kv_cache_layout"
+    found = []
     for order in ("HND", "NHD"):
         monkeypatch.setattr(backends, lambda order=order: order, raising=False)
-        monkeypatch.setattr(releases, "get_current_vllm_config_or_none", object)
-        worker = connector_of(folder, KVConnectorRole.WORKER, chosen=("B", "B"), has_order=False)
-        worker.register_kv_caches({})
-        monkeypatch.setattr(releases, "get_current_vllm_config_or_none", lambda: None)
-        scheduler = connector_of(folder, KVConnectorRole.SCHEDULER, has_order=False)
+        with set_current_vllm_config(SimpleNamespace(kv_transfer_config=transfer_config(kv_connector="PdxConnector"))):
+            worker = halves(KVConnectorRole.WORKER, chosen=("B", "B"), has_order=False, engine=order)
+        worker.register_kv_caches(caches())
+        scheduler = halves(KVConnectorRole.SCHEDULER, has_order=False, engine=order)
         scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
-    assert [(layout.order, layout.backend) for layout in layouts] == [("HND", "B"), ("NHD", "B")]
-    monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("recompute"))
-    with pytest.raises(ConfigError, match=r"inside another connector needs vLLM 0\.29"):
-        connector_of(folder, KVConnectorRole.WORKER, has_order=False)
+        found.append(model_at(node_here, order).shape)
+    assert [(shape["order"], shape["backend"]) for shape in found] == [("HND", "B"), ("NHD", "B")]
+    with (
+        set_current_vllm_config(inside("recompute")),
+        pytest.raises(ConfigError, match=r"inside another connector needs vLLM 0\.29"),
+    ):
+        halves(KVConnectorRole.WORKER, has_order=False)
 
 
 def test_how_blocks_are_hashed_and_adapters_loaded_is_where_pdx_steps_in() -> None:
@@ -508,8 +514,12 @@ def test_every_hook_that_pdx_overrides_is_one_of_vllms_and_none_is_left_open() -
     ],
     ids=str,
 )
-def test_the_worker_half_hears_of_sleep_before_memory_goes_and_of_waking_when_it_is_back(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, call: tuple[str, Any], told: list[str]
+def test_the_connector_hears_of_sleep_before_memory_goes_and_of_waking_when_it_is_back(
+    folder: Path,
+    halves: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    call: tuple[str, Any],
+    told: list[str],
 ) -> None:
     """vLLM's workers tell of it since 0.33; before, PDX steps in where an engine may sleep."""
     from vllm.v1.worker.gpu_worker import Worker
@@ -518,13 +528,13 @@ def test_the_worker_half_hears_of_sleep_before_memory_goes_and_of_waking_when_it
     own, calls = getattr(Worker, name, None), list[str]()
     if own is None:
         pytest.skip(f"vLLM's worker has no {name} in this release")
-    half = Mock(unregister=lambda: calls.append("unregister"), restore=lambda: calls.append("restore"))
-    monkeypatch.setattr(connector, "WorkerHalf", Mock(return_value=half))
-    monkeypatch.setattr(connector, "_place", lambda: (0, 0))
-    monkeypatch.setattr(releases, "_told", weakref.WeakSet())
+
+    class Heard(connector.PdxConnector):
+        worker = Mock(unregister=lambda: calls.append("unregister"), restore=lambda: calls.append("restore"))
+
     for each in {"sleep", "discard", "wake_up"} & vars(Worker).keys():
         monkeypatch.setattr(Worker, each, lambda self, _, each=each: calls.append(each))
-    made = connector_of(folder, KVConnectorRole.WORKER, model=model_of(folder, enable_sleep_mode=True))
+    made = halves(KVConnectorRole.WORKER, model=model_of(folder, enable_sleep_mode=True), kind=Heard)
     releases.tell_of_sleep(made)  # as another one in this process would
     getattr(Worker, name)(Mock(), argument)
     if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
@@ -610,16 +620,20 @@ def test_what_a_command_line_and_a_models_own_configuration_add_to_every_request
 
 @configured
 def test_logits_processors_that_are_installed_and_watermarks_look_back(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = VllmConfig(model_config=ModelConfig(model=str(folder)))
     assert facts_of(plain) == EngineFacts(plain.model_config.max_model_len, 0, False)
     assert not [record for record in caplog.records if record.name.partition(".")[0] == "pdx"]
-    monkeypatch.setattr(plain, "watermark_config", "of a key", raising=False)
+    plain.watermark_config = "of a key"
     assert facts_of(plain).looks_back
-    monkeypatch.setattr(plain, "watermark_config", None)
-    installed = EntryPoint("theirs", "their.module:Processor", LOGITSPROCS_GROUP)
-    monkeypatch.setattr("pdx.vllm.identity.entry_points", lambda group: [installed] if group == installed.group else [])
+    plain.watermark_config = None
+    assert not facts_of(plain).looks_back
+    installed = tmp_path / "site" / "theirs-1.0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(f"[{LOGITSPROCS_GROUP}]\ntheirs = their.module:Processor\n")
+    monkeypatch.syspath_prepend(installed.parent)
     assert facts_of(plain).looks_back
     assert "their.module:Processor may look at the tokens" in caplog.messages[-1]
 
@@ -628,21 +642,16 @@ def test_logits_processors_that_are_installed_and_watermarks_look_back(
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-def test_the_hooks_of_micro_batches_are_left_out(monkeypatch: pytest.MonkeyPatch, is_split: bool) -> None:
+def test_the_hooks_of_micro_batches_are_left_out(halves: Callable[..., Any], is_split: bool) -> None:
     """A layer of a step that is computed in several parts is complete behind its last part, and nobody says which it
     is: `wait_for_save` gathers what no hook was called for."""
     assert isinstance(ParallelConfig.use_ubatching, property)
     called: list[str] = []
-    worker = SimpleNamespace(save_layer=called.append, end_forward=lambda: called.append("end"))
-    monkeypatch.setattr(connector, "WorkerHalf", lambda *_, **__: worker)
-    monkeypatch.setattr(connector, "layouts_of", lambda *_, **__: CacheGroups.of(LAYOUT))
-    monkeypatch.setattr(connector, "_place", lambda: (0, 0))
-    config = SimpleNamespace(
-        kv_transfer_config=transfer_config(engine_id="e"),
-        parallel_config=SimpleNamespace(use_ubatching=is_split, tensor_parallel_size=1, pipeline_parallel_size=1),
-        model_config=SimpleNamespace(enable_sleep_mode=False),
-    )
-    made = connector.PdxConnector(config, KVConnectorRole.WORKER, SimpleNamespace(num_blocks=1, kv_cache_groups=[]))
+
+    class Heard(connector.PdxConnector):
+        worker = SimpleNamespace(save_layer=called.append, end_forward=lambda: called.append("end"))
+
+    made = halves(KVConnectorRole.WORKER, is_split=is_split, kind=Heard)
     made.save_kv_layer("layers.0", None, None)
     made.wait_for_save()
     assert called == (["end"] if is_split else ["layers.0", "end"])
@@ -653,25 +662,35 @@ def test_the_hooks_of_micro_batches_are_left_out(monkeypatch: pytest.MonkeyPatch
 
 def connector_of(
     folder: Path,
+    node: str,
     role: KVConnectorRole,
     *,
+    engine: str = "e",
+    ranks: int = 1,
     flag: Any = None,
     chosen: tuple[str, ...] = (),
     has_order: bool = True,
     model: Any = None,
     load_format: str = "auto",
+    is_split: bool = False,
+    kind: Any = connector.PdxConnector,
     **more: Any,
 ) -> Any:
     """A half of the connector of an engine whose layers have the `chosen` backends; `flag`: --attention-backend."""
-    config, cache = configs(folder, [group()])
+    config, cache = configs(folder, [group()], ranks=ranks)
     if model is not None:
         config.model_config = SimpleNamespace(**vars(model_of(folder)) | vars(model))
     config.load_config.load_format = load_format
     vars(config.cache_config).update(vars(more.get("cache", SimpleNamespace())))
     if not has_order:
         del cache.kv_cache_layout
-    config.kv_transfer_config = transfer_config(engine_id="e", kv_connector="PdxConnector")
+    config.kv_transfer_config = transfer_config(
+        engine_id=engine,
+        kv_connector="PdxConnector",
+        kv_connector_extra_config={"node": node, "start_node": False},
+    )
     config.attention_config.backend = flag
+    config.parallel_config.use_ubatching = is_split
     names = cache.kv_cache_groups[0].layer_names
     config.compilation_config = SimpleNamespace(
         static_forward_context={
@@ -680,57 +699,99 @@ def connector_of(
         }
     )
     cache.num_blocks = 1
-    return connector.PdxConnector(config, role, cache)
+    return kind(config, role, cache)
+
+
+def place_worker(monkeypatch: pytest.MonkeyPatch, rank: int = 0, stage: int = 0) -> None:
+    """vLLM says so of a worker, which has no process group here."""
+    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: SimpleNamespace(rank_in_group=stage))
 
 
 @pytest.fixture
-def layouts(monkeypatch: pytest.MonkeyPatch) -> list[KvLayout]:
-    """Those of the scheduler halves that were made. Workers are made, too, and do nothing."""
-    made: list[KvLayout] = []
+def halves(folder: Path, node_here: NodeThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes halves as `connector_of` does, of engines at a node; closes them."""
+    with contextlib.ExitStack() as stack:
 
-    def half(_: Any, layouts: list[KvLayout], *__: Any, **___: Any) -> Mock:
-        made.extend(layouts)
-        return Mock()
+        def make(role: KVConnectorRole, *, node: str = node_here.address, rank: int = 0, **said: Any) -> Any:
+            place_worker(monkeypatch, rank)
+            made = connector_of(folder, node, role, **said)
+            stack.callback(made.shutdown)
+            return made
 
-    monkeypatch.setattr(connector, "SchedulerHalf", half)
-    monkeypatch.setattr(connector, "WorkerHalf", lambda *_, **__: SimpleNamespace(register=lambda *_: None))
-    monkeypatch.setattr(connector, "_place", lambda: (0, 0))
-    return made
+        yield make
 
 
-def shake_hands(folder: Path, *ranks: tuple[str, ...], flag: Any = None) -> None:
+def caches() -> dict[str, Any]:
+    """Of the layers of `group`, in one block."""
+    import torch
+
+    return {f"layers.{number}": torch.zeros(1, 4, 128, 64, dtype=torch.bfloat16) for number in range(2)}
+
+
+def models_at(node: NodeThread) -> dict[str, Model]:
+    """What a node is told of its engines, by their names."""
+    with attached(node.address, kind="controller") as wire:
+        return {model.engine: model for model in wire.ask(Models()).models}
+
+
+def model_at(node: NodeThread, engine: str) -> Model:
+    """Of one that comes, if it is not there yet."""
+    return wait_until(lambda: models_at(node).get(engine), what=f"{engine} is attached")
+
+
+def shake_hands(halves: Callable[..., Any], *ranks: tuple[str, ...], flag: Any = None, **more: Any) -> None:
     """An engine starts: the workers register their caches, and the scheduler half hears of what they say."""
     told = {}
     for rank, chosen in enumerate(ranks):
-        worker = connector_of(folder, KVConnectorRole.WORKER, flag=flag, chosen=chosen)
-        worker.register_kv_caches({})
+        worker = halves(KVConnectorRole.WORKER, rank=rank, ranks=len(ranks), chosen=chosen, flag=flag, **more)
+        worker.register_kv_caches(caches())
         told[0, rank] = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))  # noqa: S301  as vLLM does
-    connector_of(folder, KVConnectorRole.SCHEDULER, flag=flag).set_xfer_handshake_metadata_pp_aware(told)
+    scheduler = halves(KVConnectorRole.SCHEDULER, ranks=len(ranks), flag=flag, **more)
+    scheduler.set_xfer_handshake_metadata_pp_aware(told)
 
 
-def test_the_attention_backend_is_the_one_that_vllm_has_chosen(folder: Path, layouts: list[KvLayout]) -> None:
+def test_the_attention_backend_is_the_one_that_vllm_has_chosen(
+    halves: Callable[..., Any], node_here: NodeThread
+) -> None:
     """Who names it and who leaves the choice to vLLM share; two kinds of GPU that choose otherwise do not."""
-    shake_hands(folder, ("FLASH_ATTN", "FLASH_ATTN"))
-    shake_hands(folder, ("FLASH_ATTN", "FLASH_ATTN"), flag=AttentionBackendEnum.FLASH_ATTN)
-    shake_hands(folder, ("FLASHINFER", "FLASHINFER"))
-    shake_hands(folder, ("FLASH_ATTN", "FLASHINFER"))
-    shake_hands(folder, ("FLASH_ATTN", "FLASH_ATTN"), ("FLASHINFER", "FLASHINFER"))
-    assert [layout.backend for layout in layouts] == [
-        "FLASH_ATTN", "FLASH_ATTN", "FLASHINFER", "FLASHINFER+FLASH_ATTN", "FLASHINFER+FLASH_ATTN"
-    ]  # fmt: skip
-    assert layouts[0].fingerprint() == layouts[1].fingerprint() != layouts[2].fingerprint()
+    flash, other = "FLASH_ATTN", "FLASHINFER"
+    shake_hands(halves, (flash, flash), engine="a")
+    shake_hands(halves, (flash, flash), flag=AttentionBackendEnum.FLASH_ATTN, engine="b")
+    shake_hands(halves, (other, other), engine="c")
+    shake_hands(halves, (flash, other), engine="d")
+    shake_hands(halves, (flash, flash), (other, other), engine="e")
+    found = models_at(node_here)
+    backends = {name: model.shape["backend"] for name, model in found.items()}
+    assert backends == {"a": flash, "b": flash, "c": other, "d": f"{other}+{flash}", "e": f"{other}+{flash}"}
+    assert found["a"].layout == found["b"].layout != found["c"].layout
+
+
+def leg_without_a_name() -> Request:
+    """As a router made for NIXL sends the prefill leg of a transfer."""
+    extra = {"kv_transfer_params": {"do_remote_decode": True}}
+    return Request("leg", [1, 2, 3], SamplingParams(max_tokens=1, extra_args=extra), None)
 
 
 def test_an_engine_has_its_node_when_it_has_started(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+    halves: Callable[..., Any], address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As far as there is one: the first request comes at once, and would be answered without it."""
-    half = Mock()
-    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=half))
-    shake_hands(folder, ("FLASH_ATTN", "FLASH_ATTN"))
-    half.link.wait_attached.assert_called_once_with(connector.ATTACH_S)
-    connector_of(folder, KVConnectorRole.SCHEDULER).set_xfer_handshake_metadata_pp_aware({})
-    assert half.link.wait_attached.call_count == 1, "inside another connector it is a request that would wait"
+    told = {(0, 0): connector.PdxHandshake("FLASH_ATTN", "LBHNC", [])}
+    monkeypatch.setattr(connector, "ATTACH_S", 0.3)
+    half = halves(KVConnectorRole.SCHEDULER, node=address)
+    started = time.monotonic()
+    half.set_xfer_handshake_metadata_pp_aware(told)
+    assert time.monotonic() - started >= 0.3, "there is none"
+    monkeypatch.setattr(connector, "ATTACH_S", 1000.0)
+    half = halves(KVConnectorRole.SCHEDULER)
+    half.set_xfer_handshake_metadata_pp_aware(told)
+    half.on_new_request(leg_without_a_name())
+    assert "transfer_id" not in caplog.text, "its answer would name one"
+    nested = halves(KVConnectorRole.SCHEDULER, node=address)
+    nested.set_xfer_handshake_metadata_pp_aware({})  # inside another connector it is a request that would wait
+    nested.on_new_request(leg_without_a_name())
+    assert "a leg without a transfer_id" in caplog.text, "two answers would end the engine"
 
 
 def inside(policy: str) -> Any:
@@ -739,38 +800,32 @@ def inside(policy: str) -> Any:
 
 
 def test_the_other_children_of_a_connector_get_nothing_that_they_do_not_know(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+    halves: Callable[..., Any], node_here: NodeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backend is what the command line says then, and what others have told is left alone. What becomes of loads
     that fail is for the outer one to say."""
-    monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("fail"))
-    with pytest.raises(ConfigError, match="kv_load_failure_policy is 'fail' for MultiConnector"):
-        connector_of(folder, KVConnectorRole.WORKER)
-    monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("recompute"))
+    with (
+        set_current_vllm_config(inside("fail")),
+        pytest.raises(ConfigError, match="kv_load_failure_policy is 'fail' for MultiConnector"),
+    ):
+        halves(KVConnectorRole.WORKER)
     monkeypatch.setattr(releases, "RELEASE", releases.NEWEST)  # 0.28 is refused there
-    worker = connector_of(folder, KVConnectorRole.WORKER, chosen=("FLASH_ATTN", "FLASH_ATTN"))
-    worker.register_kv_caches({})
+    with set_current_vllm_config(inside("recompute")):
+        worker = halves(KVConnectorRole.WORKER, chosen=("FLASH_ATTN", "FLASH_ATTN"))
+    worker.register_kv_caches(caches())
     assert worker.get_handshake_metadata() is None
-    half = Mock(side_effect=connector.SchedulerHalf)
-    monkeypatch.setattr(connector, "SchedulerHalf", half)
-    for flag in (None, AttentionBackendEnum.FLASHINFER):
-        scheduler = connector_of(folder, KVConnectorRole.SCHEDULER, flag=flag)
+    for engine, flag in (("", None), ("FLASHINFER", AttentionBackendEnum.FLASHINFER)):
+        scheduler = halves(KVConnectorRole.SCHEDULER, flag=flag, engine=engine)
         scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace(of="another connector")})
-    assert [layout.backend for layout in layouts] == ["", "FLASHINFER"]
-    # A leg that names no transfer is the other one's, and two answers would end the engine.
-    assert [made.kwargs["names_transfers"] for made in half.mock_calls] == [False, False]
+        assert model_at(node_here, engine).shape["backend"] == engine
 
 
-def test_a_worker_half_that_is_off_switches_the_scheduler_half_off(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connector, "WorkerHalf", Mock(return_value=Mock(take_news=lambda: None)))
-    monkeypatch.setattr(connector, "SchedulerHalf", Mock())
-    worker = connector_of(folder, KVConnectorRole.WORKER)
+def test_a_worker_half_that_is_off_switches_the_scheduler_half_off(halves: Callable[..., Any]) -> None:
+    worker = halves(KVConnectorRole.WORKER)
     assert worker.build_connector_worker_meta() is None
     worker.worker.switch_off("of a test")
     told = worker.build_connector_worker_meta()
-    scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
+    scheduler = halves(KVConnectorRole.SCHEDULER)
     for meta in (None, told.aggregate(told)):
         assert not scheduler.scheduler.is_off
         output = SimpleNamespace(kv_connector_worker_meta=meta, finished_recving=None, invalid_block_ids=set())
@@ -800,22 +855,22 @@ def test_what_a_worker_has_told_in_a_step_that_failed_is_told_in_the_next_one() 
 
 
 def test_every_load_is_asynchronous_and_what_failed_is_known_before_the_news_of_workers(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+    halves: Callable[..., Any],
 ) -> None:
-    half = Mock(matched_tokens=lambda request, local: 256)
     news = [WorkerNews(["a"]), WorkerNews(["a"])]
-    monkeypatch.setattr(connector, "WorkerHalf", Mock(return_value=Mock(take_news=Mock(side_effect=[*news, None]))))
-    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=half))
-    scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
+
+    class Standing(connector.PdxConnector):
+        scheduler = Mock(matched_tokens=lambda request, local: 256)
+        worker = Mock(has_news=False, take_news=Mock(side_effect=[*news, None]))
+
+    scheduler, worker = (halves(role, kind=Standing) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER))
     assert scheduler.get_num_new_matched_tokens(SimpleNamespace(request_id="a"), 0) == (256, True)
-    worker = connector_of(folder, KVConnectorRole.WORKER)
     told = worker.build_connector_worker_meta().aggregate(worker.build_connector_worker_meta())
     assert worker.build_connector_worker_meta() is None, "a step that changes nothing is not told of"
     told = pickle.loads(pickle.dumps(told))  # as it comes from the processes of several workers
     output = SimpleNamespace(kv_connector_worker_meta=told, finished_recving=None, invalid_block_ids={3})
     scheduler.update_connector_output(output)
-    assert half.method_calls[-2:] == [call.not_loaded({3}), call.heard(news)], "what failed is known first"
-    assert not scheduler.scheduler.is_off
+    assert Standing.scheduler.method_calls == [call.not_loaded({3}), call.heard(news)], "what failed is known first"
 
 
 # ---- a request's claims ---------------------------------------------------------------------
