@@ -33,16 +33,29 @@ from pdx.cli.machine import (
 )
 from pdx.cli.main import main
 from pdx.testing.channel_stage import HostFile
+from pdx.transports.registry import schemes
 
 PLUGIN = Path(__file__).parent / "plugin"
 
 
 @pytest.fixture
-def strange(monkeypatch):
-    """The package with strange channels is installed, here and in child processes."""
+def programs(tmp_path, monkeypatch):
+    """Has a shell script run instead of each program that the doctor starts: `$3` is the module, the rest follows."""
+
+    def stand_in(script):
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "python").chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+
+    return stand_in
+
+
+@pytest.fixture
+def strange(monkeypatch, programs):
+    """The package with strange channels is installed, here and in child processes. What else there is of UCX and GPUs
+    is not looked for, which takes seconds."""
     monkeypatch.syspath_prepend(PLUGIN)
-    for look in ("_ucx_transports", "_gpus"):  # processes of their own, which take seconds
-        monkeypatch.setattr(doctor_module, look, lambda timeout_s: [])
+    programs(f'[ "$4" = measure ] && exec {sys.executable} "$@"; echo "[]"')
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # PLUGIN is the first
 
 
@@ -53,10 +66,10 @@ def nothing_is_left_in_shared_memory(monkeypatch):
     assert not list(Path("/dev/shm").glob("pdx-doctor-*"))
 
 
-def examine(*names: str) -> tuple[int, Report]:
+def examine(*names: str, timeout: str = "20") -> tuple[int, Report]:
     """Exit status and report of `pdx doctor --json` on these channels."""
     options = [part for name in names for part in ("--channel", name)]
-    result = CliRunner().invoke(main, ["doctor", "--json", "--timeout", "20", *options])
+    result = CliRunner().invoke(main, ["doctor", "--json", "--timeout", timeout, *options])
     return result.exit_code, msgspec.json.decode(result.stdout, type=Report)
 
 
@@ -141,40 +154,41 @@ def test_what_cannot_work_here_is_said_with_what_would_help():
     assert "explained in PDX's documentation, on the page Troubleshooting" in result.output
 
 
-@pytest.mark.usefixtures("strange")
-def test_what_cannot_work_here_matters_only_where_it_was_asked_for(monkeypatch):
-    found = {"one": "ok", "two": "unavailable", "three": "broken"}
-    tried = lambda scheme, nbytes, timeout_s: Finding(scheme, Trial(found[scheme]))  # noqa: E731
-    monkeypatch.setattr(doctor_module, "examine_channel", tried)
-    monkeypatch.setattr(doctor_module, "check_channels", lambda channels: None)
-    for all_there_are, named, is_well in (
-        (["one", "two"], (), True),
-        (["one", "three"], (), False),
-        (["two"], (), False),
-        (["one", "two"], ("one", "two"), False),
+def test_what_cannot_work_here_matters_only_where_it_was_asked_for(programs):
+    trials = {state: msgspec.json.encode(Trial(state)).decode() for state in ("ok", "unavailable", "broken")}
+    for one, others, named, is_well in (
+        ("unavailable", "ok", (), True),
+        ("broken", "ok", (), False),
+        ("unavailable", "unavailable", (), False),
+        ("unavailable", "ok", ("shm", "tcp"), False),
     ):
-        monkeypatch.setattr(doctor_module, "schemes", lambda all_there_are=all_there_are: all_there_are)
-        report = doctor_module.examine(named, 1.0, Console(quiet=True))
-        assert (report.is_well, [each.scheme for each in report.channels]) == (is_well, all_there_are)
+        said = f"""[ "$5" = shm ] && echo '{trials[one]}' || echo '{trials[others]}'"""
+        programs(f'if [ "$4" = measure ]; then {said}; else echo "[]"; fi')
+        status, report = examine(*named)
+        assert (status, report.is_well) == (0 if is_well else 1, is_well)
+        found = {each.scheme: each.trial.state for each in report.channels}
+        assert found == {scheme: one if scheme == "shm" else others for scheme in named or schemes()}
 
 
-@pytest.mark.parametrize("status", [None, 1, -11])
-def test_a_process_that_fails_while_it_looks_ends_nothing_else(monkeypatch, status):
-    monkeypatch.setattr(doctor_module, "_run", lambda command, timeout_s, errors: (b"", status))
-    found = doctor_module.examine_channel("shm", 4096, 1.0)
+@pytest.mark.parametrize(("status", "end"), [(None, "exec sleep 60"), (1, "exit 1"), (-11, "kill -SEGV $$")])
+def test_a_process_that_fails_while_it_looks_ends_nothing_else(programs, status, end):
+    programs(end)
+    timeout = "0.2" if status is None else "20"
+    result, report = examine("shm", timeout=timeout)
+    assert result == 1
+    (found,) = report.channels
     assert found.finding is (FindingName.CHANNEL_HANGS if status is None else FindingName.CHANNEL_CRASHED)
-    assert ("within 1 s" if status is None else f"status {status}") in found.trial.why
-    assert doctor_module._ucx_transports(1.0) == []
-    (gpu,) = doctor_module._gpus(1.0)
+    assert ("within 0.2 s" if status is None else f"status {status}") in found.trial.why
+    (gpu,) = [fact for fact in report.machine if fact.name == "GPU"]
     assert (gpu.is_ok, gpu.finding) == (False, FindingName.GPU_LOOK_FAILED)
-    assert ("no answer within 1 s" if status is None else f"ended with {status}") in gpu.found
+    assert ("no answer within 0.2 s" if status is None else f"ended with {status}") in gpu.found
+    assert FindingName.UCX_UNAVAILABLE in [fact.finding for fact in report.machine]
 
 
 @pytest.mark.parametrize("scheme", ["shm", "cuda_ipc", "nixl", "ucx"])
-def test_each_of_ours_that_is_not_here_has_a_name_of_its_own(monkeypatch, scheme):
-    said = msgspec.json.encode(Trial("unavailable", "not installed", "install it", "some:Class"))
-    monkeypatch.setattr(doctor_module, "_run", lambda command, timeout_s, errors: (said, 0))
-    found = doctor_module.examine_channel(scheme, 4096, 1.0)
+def test_each_of_ours_that_is_not_here_has_a_name_of_its_own(programs, scheme):
+    programs(f"echo '{msgspec.json.encode(Trial('unavailable', 'no', 'install it', 'some:Class')).decode()}'")
+    found = doctor_module.examine_channel(scheme, 4096, 20.0)
     assert found.finding == f"{scheme.replace('_', '-')}-unavailable"
 
 
