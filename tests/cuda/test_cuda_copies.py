@@ -8,8 +8,7 @@ import mmap
 import pytest
 from fake_cuda import fake_cuda
 
-from pdx.cuda import copies
-from pdx.cuda.copies import CopyStream, queue_copies
+from pdx.cuda.copies import CopyStream
 from pdx.cuda.driver import call
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory
@@ -52,7 +51,8 @@ def test_close_waits_for_the_copies(fake, gpu, memory):
         stream.copy(memory.address, memory.address + MIB, 1)
 
 
-def test_a_copy_is_cut_where_pieces_of_page_locked_memory_meet(fake, stream, memory):
+@pytest.mark.parametrize("together", [False, True])
+def test_a_copy_is_cut_where_pieces_of_page_locked_memory_meet(fake, stream, memory, together):
     """The driver refuses a copy over two registrations; the fake does, too."""
     host = mmap.mmap(-1, 2 * PIECE_BYTES)
     anchor = (ctypes.c_char * len(host)).from_buffer(host)
@@ -61,13 +61,19 @@ def test_a_copy_is_cut_where_pieces_of_page_locked_memory_meet(fake, stream, mem
         call("cuMemHostRegister", piece, MIB, 0)
     ctypes.memset(fake.memory.look(memory.address, 200), 0, 200)
     ctypes.memset(border - 10, 4, 20)
-    stream.copy(memory.address, border - 10, 20)
-    stream.copy(border - 100, memory.address, 200)
+    if together:
+        stream.copy_all([(memory.address, border - 10, 20)])
+        stream.copy_all([(border - 100, memory.address, 150), (border + 50, memory.address + 150, 50)])
+    else:
+        stream.copy(memory.address, border - 10, 20)
+        stream.copy(border - 100, memory.address, 200)
     stream.wait()
     assert ctypes.string_at(fake.memory.look(memory.address, 21), 21) == bytes([4]) * 20 + b"\0"
     assert ctypes.string_at(border - 100, 20) == bytes([4]) * 20
+    bare = call("cuStreamCreate", 0)
     with pytest.raises(GpuError, match="INVALID_VALUE"):
-        call("cuMemcpyAsync", memory.address, border - 10, 20, stream._stream)
+        call("cuMemcpyAsync", memory.address, border - 10, 20, bare)
+    call("cuStreamDestroy", bare)
     for piece in (border - MIB, border):
         call("cuMemHostUnregister", piece)
     del anchor
@@ -118,25 +124,11 @@ def test_many_copies_are_one_call_where_the_driver_has_one(driver_version):
             back = ctypes.create_string_buffer(4096)
             stream.copy(memory.address, ctypes.addressof(there), 4096)
             size = 4096 // 16
-            queue_copies(
-                stream._stream,
-                [(ctypes.addressof(back) + at, memory.address + at, size) for at in range(0, 4096, size)],
-            )
+            stream.copy_all([(ctypes.addressof(back) + at, memory.address + at, size) for at in range(0, 4096, size)])
             stream.wait()
             assert back.raw == there.raw[:4096]
             assert fake.calls["cuMemcpyBatchAsync"] == (driver_version >= 12080)
             assert fake.calls["cuMemcpyAsync"] == (1 if driver_version >= 12080 else 17)
-
-
-def test_a_copy_among_many_that_crosses_a_registration_goes_in_two(monkeypatch):
-    called = []
-    monkeypatch.setattr(copies, "call", lambda name, *args: called.append((name, *args)))
-    monkeypatch.setattr(copies, "version", lambda: 12040)
-    queue_copies("stream", [(PIECE_BYTES - 16, 1 << 40, 64)])
-    assert called == [
-        ("cuMemcpyAsync", PIECE_BYTES - 16, 1 << 40, 16, "stream"),
-        ("cuMemcpyAsync", PIECE_BYTES, (1 << 40) + 16, 48, "stream"),
-    ]
 
 
 def test_copies_of_ours_spoil_no_capture(fake):

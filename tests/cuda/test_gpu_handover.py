@@ -3,6 +3,7 @@
 import array
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -13,14 +14,12 @@ from gpu_harness import GpuNode, fake_cuda
 from node_harness import MIB, Wire
 
 from pdx.config import NodeConfig
-from pdx.cuda import arena
 from pdx.cuda.arena import fetch_handle
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, Handle
 from pdx.errors import GpuError, NodeError, NodeUnavailable, ProtocolError
 from pdx.node import handover
 from pdx.node.handover import HandoverServer
-from pdx.security.unix_peer import Credentials
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import QUIET_S
 
@@ -39,7 +38,6 @@ class Stage:
         env = Env(lambda: self.now)
         self.counters = env.counters
         self.server = HandoverServer(place / "node.sock.gpu", self, self, self, env)
-        self.listener = self.server._listener.fileno()
         self.clients = []
 
     def is_attached(self, pid):
@@ -89,6 +87,17 @@ def stage(place):
     made.close()
 
 
+def peer_is(monkeypatch, *pids, uid=None):
+    """The kernel says so of who is at the other end: these processes one after the other, and then the last of them."""
+    left = list(pids)
+
+    def told(stream, *what):
+        assert what[:2] == (socket.SOL_SOCKET, socket.SO_PEERCRED)
+        return struct.pack("iII", left.pop(0) if len(left) > 1 else left[0], os.geteuid() if uid is None else uid, 0)
+
+    monkeypatch.setattr(socket.socket, "getsockopt", told)
+
+
 def is_over(client):
     """Whether the server has closed it without a word."""
     try:
@@ -131,7 +140,7 @@ def test_anything_else_is_closed_and_counted(stage, said, settings, why, caplog)
 
 def test_a_process_that_is_refused_again_and_again_cannot_fill_the_log(stage, monkeypatch, caplog):
     def refused(pid, times):
-        monkeypatch.setattr(handover, "peer_of", lambda stream: Credentials(pid, os.geteuid()))
+        peer_is(monkeypatch, pid)
         for _ in range(times):
             stage.connect()
             stage.serve_all()
@@ -155,7 +164,7 @@ def test_descriptors_that_come_with_a_ticket_are_not_taken(stage):
 
 
 def test_another_user_is_refused_before_it_is_heard(stage, monkeypatch, caplog):
-    monkeypatch.setattr(handover, "peer_of", lambda stream: Credentials(os.getpid(), os.getuid() + 1))
+    peer_is(monkeypatch, os.getpid(), uid=os.getuid() + 1)
     client = stage.connect(TICKET)
     stage.serve_all()
     assert is_over(client)
@@ -191,8 +200,7 @@ def test_one_process_takes_a_few_places_only(stage):
 
 
 def test_with_all_places_taken_the_others_wait_in_the_backlog(stage, monkeypatch):
-    pids = iter(range(1000, 2000))
-    monkeypatch.setattr(handover, "peer_of", lambda stream: Credentials(next(pids), os.geteuid()))
+    peer_is(monkeypatch, *range(1000, 2000))
     stage.tickets = {pid: TICKET for pid in range(1000, 2000)}
     clients = [stage.connect() for _ in range(handover.MAX_UNPROVED + 1)]
     stage.serve_all(50)
@@ -311,7 +319,7 @@ def test_a_connection_that_a_stop_has_interrupted_is_made_again(answering, monke
 
 
 def test_a_ticket_is_not_shown_to_another_user(place, monkeypatch):
-    monkeypatch.setattr(arena, "peer_of", lambda stream: Credentials(1, os.getuid() + 1))
+    peer_is(monkeypatch, 1, uid=os.getuid() + 1)
     shown = []
     monkeypatch.setattr(socket.socket, "send", lambda self, data: shown.append(data))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:

@@ -52,7 +52,7 @@ def test_all_of_it_is_covered_in_the_end(fake, gpu):
     wait_until(lambda: locked.covers(0, host.nbytes))
     assert fake.host.is_registered(host.address, host.nbytes)
     assert fake.counts()["registered"] in (3, 4)  # by where the addresses lie
-    assert all(start % PIECE_BYTES == 0 or start == host.address for start in fake.host._registered)
+    assert all(start % PIECE_BYTES == 0 or start == host.address for start, _ in fake.host.spans())
     assert locked.covers(host.nbytes - 1, 1)
     assert not locked.covers(host.nbytes - 1, 2)
     assert not locked.covers(-1, 1)
@@ -66,8 +66,8 @@ def test_all_of_it_is_covered_in_the_end(fake, gpu):
 
 def test_covered_is_what_is_registered_already(fake, gpu):
     host = Host(4 * PIECE_BYTES)
-    register, allowed = fake._functions["cuMemHostRegister"], threading.Semaphore(1)
-    fake._functions["cuMemHostRegister"] = lambda *args: (allowed.acquire(), register(*args))[1]
+    register, allowed = fake.cuMemHostRegister, threading.Semaphore(1)
+    fake.cuMemHostRegister = lambda *args: (allowed.acquire(), register(*args))[1]
     locked = lock(gpu, host)
     wait_until(lambda: locked.covers(0, 4096))
     assert not locked.covers(0, host.nbytes)  # does not block while a piece is at work

@@ -66,9 +66,9 @@ class FakeCuda:
         self._streams = StreamCalls(self._devices, self.memory, self.host, lag_s)
         self._lock = threading.Lock()
         self._failures: list[_Failure] = []
-        self._functions: dict[str, Callable[..., Any]] = {"cuGetErrorString": _error_string}
+        self.functions: dict[str, Callable[..., Any]] = {"cuGetErrorString": _error_string}
         for part in (self._devices, self.memory, self.host, self._streams):
-            self._functions |= {name: getattr(part, name) for name in dir(part) if name.startswith("cu")}
+            self.functions |= {name: getattr(part, name) for name in dir(part) if name.startswith("cu")}
 
     def capture(self, *, is_under_way: bool) -> None:
         """A thread begins or ends to capture a graph."""
@@ -89,7 +89,7 @@ class FakeCuda:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("cu") and not name.startswith("cuda"):
-            if name not in self.__dict__.get("_functions", {}) or not hasattr(self.bindings, name):
+            if name not in self.__dict__.get("functions", {}) or not hasattr(self.bindings, name):
                 raise AttributeError(f"the fake CUDA driver has no {name}, or these bindings have none")
             return functools.partial(self._call, name)
         return getattr(self.bindings, name)
@@ -142,7 +142,7 @@ class FakeCuda:
         try:
             self._admit(name)
             self._devices.check_capture(name)
-            value = self._functions[name](*args)
+            value = self.functions[name](*args)
         except Refused as refused:
             return (getattr(results, f"CUDA_ERROR_{refused}"), None)
         if value is None:
