@@ -111,6 +111,11 @@ def is_among(host: str, hosts: Iterable[str]) -> bool:
     return any(ip is not None and ip in ip_network(each) if "/" in each else host == spelled(each) for each in hosts)
 
 
+def is_ip(host: str) -> bool:
+    """Whether a host is no name, which could be made to lead elsewhere."""
+    return _ip(host) is not None
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host, spelled so, means the host on which it is read."""
     ip = _ip(host)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
+import socket
 from collections import OrderedDict
 
 from aiohttp import web
 
 from pdx.errors import ConfigError, RequestRefused
 from pdx.proxy.reply import Handler, error_response
-from pdx.security.address import is_loopback
+from pdx.security.address import is_ip, is_loopback
 from pdx.security.secret_file import Token
 from pdx.telemetry.env import Env
 from pdx.telemetry.recent import remember
@@ -27,12 +28,13 @@ _PORT = re.compile(r":\d*$")
 
 @web.middleware
 async def refuse_strange_names(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """At a loopback address, let in only who calls it so, or by no name, as probes of HTTP/1.0 do. A page of elsewhere
-    can have its own name lead there (DNS rebinding), and a browser of this host would let it read all that is told
-    without a token."""
+    """At a loopback address, let in only who calls it by a name of this host, or by none: by an IP address, or as
+    probes of HTTP/1.0 do. A page of elsewhere can have its own name lead there (DNS rebinding), and a browser of this
+    host would let it read all that is told without a token."""
     where = request.transport.get_extra_info("sockname") if request.transport is not None else None
-    name = _PORT.sub("", request.headers.get("Host", "localhost").lower()).strip("[]")
-    if isinstance(where, tuple) and is_loopback(where[0]) and not is_loopback(name):
+    name = _PORT.sub("", request.headers.get("Host", "localhost").lower()).strip("[]").removesuffix(".")
+    is_own = is_ip(name) or f".{name}".endswith(".localhost") or name == socket.gethostname().lower()
+    if isinstance(where, tuple) and is_loopback(where[0]) and not is_own:
         return error_response(403, f"this address is this host's alone: ask for localhost, and not {name!r:.80}")
     return await handler(request)
 

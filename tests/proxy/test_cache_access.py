@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import socket
 
 import aiohttp
 import pytest
@@ -260,8 +261,11 @@ async def test_one_dead_node_does_not_hold_up_the_others(two):
 
 async def test_a_page_of_elsewhere_whose_name_leads_here_is_told_nothing(made):
     """DNS rebinding: to a browser this is that page's own server."""
-    strange = ("evil.example:8001", "evil.example", "", "127.0.0.1.evil.example")
-    for host in (*strange, "localhost:8001", "127.0.0.1", "[::1]:8001"):
+    own = socket.gethostname()  # which leads to 127.0.1.1 where the system is Debian's
+    strange = ("evil.example:8001", "evil.example", "", "127.0.0.1.evil.example", "localhost.example", f"{own}.example")
+    names = ("localhost:8001", "localhost.:8001", "pdx.localhost", f"{own.upper()}:8001")
+    addresses = ("127.0.0.1", "[::1]:8001", "0.0.0.0:8001", "10.0.0.9:8001")  # through a tunnel, say
+    for host in (*strange, *names, *addresses):
         for path in ("/", "/status.json", "/metrics", "/pdx/requests"):
             async with made.client.get(made.admin + path, headers={"Host": host}) as response:
                 assert response.status == (403 if host in strange else 200), (host, path)
