@@ -439,7 +439,7 @@ class SchedulerHalf:
                 lookup.release(each, connection)
             if node.grants:
                 self._abort(connection, node.epoch, node.grants)
-            if (each.is_prefilling and node.grants) or (each.is_prefill and not node.reserved):
+            if each.is_prefilling:  # whether or not there was room for it
                 lookup.give_up_transfer(each, connection)
 
     def _abort(self, connection: Connection, epoch: int, grants: Sequence[SlotGrant]) -> None:

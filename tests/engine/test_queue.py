@@ -138,6 +138,18 @@ def test_a_decoder_does_not_wait_for_a_prefill_that_ends_before_its_turn(
     decoder.finish(reading)
 
 
+def test_a_decoder_does_not_wait_for_what_another_engine_does_not_save(engines: Engines) -> None:
+    """Its prefill is decided, and nobody has asked for room, when it ends before its turn."""
+    decoder, engine, prompt, transfer = engines(transfer_wait_s=60.0), engines(save=False), tokens(402, 2), "t" * 20
+    prefill = Request("p", prompt, prefill_of(transfer))
+    assert engine.match(prefill) == 0
+    reading = Request("d", prompt, decode_of(transfer, is_early=True))
+    assert decoder.scheduler_guard.matched_tokens(reading, 0) is None
+    engine.finish(prefill)
+    assert decoder.match(reading, deadline_s=20.0) == 0
+    decoder.finish(reading)
+
+
 @pytest.mark.parametrize("hint", [{"priority": 10}, {"priority": -1}, {"priority": "much"}, {"session": "s" * 65}])
 def test_hints_that_make_no_sense_are_left_out_with_a_warning(
     engine: ToyEngine, caplog: pytest.LogCaptureFixture, hint: dict[str, Any]
