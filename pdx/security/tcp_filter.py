@@ -36,8 +36,8 @@ _PIECE_BYTES = 1 << 16
 _BACKLOG = 1024  # a flood waits here, and honest peers among it: who finds no place waits for seconds
 _ZMQ_BACKLOG = 4  # what was passed on and ZMQ not taken yet is not counted among the descriptors in use
 _ROUND_S = 0.1
-_BATCH = 16  # connections taken at once
-_PACE_S = 0.01  # before the next ones
+BATCH = 16  # connections taken at once
+PACE_S = 0.01  # before the next ones
 _QUIET_S = 60.0
 _NO_DESCRIPTOR = "no file descriptor is left for it (ulimit -n)"
 
@@ -253,7 +253,7 @@ class TcpFilter:
         self._wake = self._target = -1
 
     def _round(self) -> None:
-        wait_s = 0.02 if self._is_closing else _ROUND_S if self._rests_until is None else _PACE_S
+        wait_s = 0.02 if self._is_closing else _ROUND_S if self._rests_until is None else PACE_S
         for fd, _ in self._epoll.poll(wait_s):
             connection = self._connections.get(fd)
             with self._faults.contain("a connection to the TCP port for peers") as failures:
@@ -282,7 +282,7 @@ class TcpFilter:
 
     def _accept(self) -> None:
         now = self._clock()
-        for _ in range(_BATCH):
+        for _ in range(BATCH):
             try:
                 outer, where = self._listener.accept()
             except BlockingIOError:
@@ -298,7 +298,7 @@ class TcpFilter:
                     self._end(taken)
                 outer.close()
                 raise
-        self._rest(_PACE_S)
+        self._rest(PACE_S)
 
     def _rest(self, seconds: float) -> None:
         """Take no connection for so long: there was no descriptor for one, or so many that other work would wait."""

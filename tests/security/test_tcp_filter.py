@@ -1,41 +1,69 @@
 """The TCP port in front of ZMQ: what is passed on, and whom a flood of strangers keeps out."""
 
 import contextlib
+import errno
 import os
+import resource
+import select
 import socket
 import threading
-import types
 from collections import Counter
 
 import pytest
 
-from pdx.security import descriptors
 from pdx.security import tcp_filter as module
-from pdx.security.tcp_filter import MAX_YOUNG_OF_ADDRESS, SILENT_S, UNREAD_S, TcpFilter
+from pdx.security.tcp_filter import BATCH, MAX_YOUNG_OF_ADDRESS, SILENT_S, UNREAD_S, TcpFilter
 from pdx.testing.waiting import wait_until
 
 GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"
 YOUNG_S = 5.0
 
 
+class Counters(Counter):
+    """Counts no strangers while `fails`."""
+
+    fails, failed = False, 0
+
+    def __missing__(self, name):
+        if self.fails and name == "strangers_dropped":
+            self.failed += 1
+            raise ZeroDivisionError
+        return 0
+
+
+class Epoll:
+    """The kernel's, whose answers are kept; it takes nothing new while it is `full`."""
+
+    def __init__(self, kernels):
+        self.kernels, self.answers, self.full = kernels, [], False
+        self.modify, self.close = kernels.modify, kernels.close
+
+    def register(self, *args):
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.kernels.register(*args)
+
+    def poll(self, timeout):
+        self.answers.append(self.kernels.poll(timeout))
+        return self.answers[-1]
+
+
 class Bed:
     """A filter, and in the place of ZMQ a socket that takes what is passed on."""
 
-    def __init__(self):
+    def __init__(self, most_bytes=0):
         self.now = 1000.0
-        self.counters = Counter()
+        self.counters = Counters()
         self.undo = contextlib.ExitStack()
-        self.filter = TcpFilter("127.0.0.1", 0, young_s=YOUNG_S, counters=self.counters, clock=lambda: self.now)
+        self.filter = TcpFilter(
+            "127.0.0.1", 0, young_s=YOUNG_S, counters=self.counters, most_bytes=most_bytes, clock=lambda: self.now
+        )
         self.zmq = self.undo.enter_context(socket.socket(socket.AF_UNIX))
         self.zmq.bind(self.filter.inner.removeprefix("ipc://"))
         self.zmq.listen(128)
         self.zmq.settimeout(20)
-        self.undo.callback(self._close)
+        self.undo.callback(self.filter.close)
         self.filter.start()
-
-    def _close(self):
-        self.filter.close()
-        self.filter._thread.join()
 
     def dial(self, source="127.0.0.1"):
         host, _, port = self.filter.address.removeprefix("tcp://").rpartition(":")
@@ -62,12 +90,31 @@ class Bed:
 
 
 @pytest.fixture
-def bed(monkeypatch):
-    """Its clock stands still, so its filter does not pause between connections."""
-    monkeypatch.setattr(module, "_PACE_S", 0.0)
-    made = Bed()
-    yield made
-    made.undo.close()
+def make_bed(monkeypatch):
+    """A bed with these bounds. Its clock stands still, so its filter does not pause between connections."""
+    with contextlib.ExitStack() as undo:
+
+        def make(most_bytes=0, **bounds):
+            for name, value in {"PACE_S": 0.0, **bounds}.items():
+                monkeypatch.setattr(module, name, value)
+            made = Bed(most_bytes)
+            undo.enter_context(made.undo)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def bed(make_bed):
+    return make_bed()
+
+
+@pytest.fixture
+def epoll(monkeypatch):
+    """That of the next filter."""
+    made = Epoll(select.epoll())
+    monkeypatch.setattr(select, "epoll", lambda: made)
+    return made
 
 
 def is_closed(stream):
@@ -114,13 +161,14 @@ def test_a_side_that_does_not_read_is_waited_for_and_nothing_is_lost(bed):
     assert read(inner, 4) == b"more"
 
 
-def test_an_end_is_passed_on_after_what_was_said_before(bed):
+def test_an_end_is_passed_on_after_what_was_said_before_and_its_place_is_free(make_bed):
+    bed = make_bed(MAX_CONNECTIONS=1)
     outer, inner = bed.passed()
     inner.sendall(b"refused" * 1000)
     inner.close()
     assert read(outer, 8000) == b"refused" * 1000
     wait_until(lambda: is_closed(outer))
-    wait_until(lambda: not bed.filter._connections)
+    bed.passed()
 
 
 def test_what_does_not_speak_zmq_is_closed_and_never_seen_by_it(bed):
@@ -155,8 +203,8 @@ def test_of_one_address_the_oldest_that_said_nothing_goes(bed):
     assert read(inner, 5) == b"first"
 
 
-def test_a_flood_from_many_addresses_keeps_nobody_out(bed):
-    bed.filter._max_young = 32
+def test_a_flood_from_many_addresses_keeps_nobody_out(make_bed):
+    bed = make_bed(MAX_YOUNG=32)
     flood = [bed.dial(f"127.0.1.{number}") for number in range(1, 33)]
     crowd = [bed.dial("127.0.2.1") for _ in range(8)]
     outer, inner = bed.passed("127.0.3.1")
@@ -164,57 +212,71 @@ def test_a_flood_from_many_addresses_keeps_nobody_out(bed):
     assert read(inner, 6) == b"served"
     wait_until(lambda: bed.counters["strangers_dropped"] == 9)
     wait_until(lambda: sum(is_closed(one) for one in flood + crowd) == 9)
-    assert bed.filter._num_young == 32
+    gone = next(number for number, one in enumerate(flood, 1) if not is_closed(one))
+    flood[gone - 1].close()
+    wait_until(lambda: f"127.0.1.{gone}" not in bed.filter.newcomers())
+    bed.passed("127.0.4.1")
+    assert bed.counters["strangers_dropped"] == 9, "its place was free"
+    bed.passed("127.0.5.1")
+    assert bed.counters["strangers_dropped"] == 10
 
 
 def test_under_a_flood_it_pauses_so_that_its_process_can_do_other_work(bed, monkeypatch):
     """Else a thread that takes thousands of connections in a second keeps the interpreter's lock from all others."""
     outer, inner = bed.passed()
-    monkeypatch.setattr(module, "_PACE_S", 0.01)
+    monkeypatch.setattr(module, "PACE_S", 0.01)
     real, all_here = socket.socket.accept, threading.Event()
 
     def accept(listener):
-        assert listener is not bed.filter._listener or all_here.wait(20)
+        assert listener.family != socket.AF_INET or all_here.wait(20)
         return real(listener)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
-    flood = [bed.dial() for _ in range(40)]
+    flood = [bed.dial(f"127.0.1.{number}") for number in range(1, 41)]
     all_here.set()
-    wait_until(lambda: bed.filter._count == 1 + 16)
+    wait_until(lambda: len(bed.filter.newcomers()) == 1 + BATCH)
     for _ in range(3):  # rounds in which nobody is taken
         outer.sendall(b"a")
         assert read(inner, 1) == b"a"
-    assert bed.filter._count == 1 + 16
+    assert len(bed.filter.newcomers()) == 1 + BATCH
 
     def are_taken():
         bed.now += 0.01
-        return bed.filter._count == 1 + len(flood)
+        return len(bed.filter.newcomers()) == 1 + len(flood)
 
     wait_until(are_taken)
     flood[-1].sendall(GREETING)
     assert read(bed.accept(), 10) == GREETING
 
 
-def test_beyond_the_most_connections_or_without_descriptors_new_ones_are_refused(bed, monkeypatch):
-    outer, inner = bed.passed()
-    with monkeypatch.context() as patch:
-        patch.setattr(bed.filter, "_max_connections", 1)
+def test_beyond_the_most_connections_or_without_descriptors_new_ones_are_refused(make_bed, caplog):
+    bed = make_bed(MAX_CONNECTIONS=2)
+    (outer, inner), second = bed.passed(), bed.dial("127.0.1.1")
+    refused = bed.dial()
+    wait_until(lambda: is_closed(refused))
+    assert "2 connections are here already" in caplog.text
+    second.close()
+    wait_until(lambda: bed.filter.newcomers() == ["127.0.0.1"])
+    bed.now += 100  # so that it says why again
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
         refused = bed.dial()
         wait_until(lambda: is_closed(refused))
-    monkeypatch.setattr(descriptors, "left", lambda: 0)
-    refused = bed.dial()
-    refused.sendall(GREETING)
-    wait_until(lambda: is_closed(refused))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "no file descriptor is left" in caplog.text
     bed.nobody_came()
     outer.sendall(b"served")
     assert read(inner, 6) == b"served"
+    bed.passed()
 
 
 def test_with_no_descriptor_at_all_it_rests_and_goes_on(bed, monkeypatch):
     real, failed = socket.socket.accept, []
 
     def accept(listener):
-        if listener is bed.filter._listener and not failed:
+        if listener.family == socket.AF_INET and not failed:
             failed.append(1)
             raise OSError(24, "Too many open files")
         return real(listener)
@@ -227,56 +289,62 @@ def test_with_no_descriptor_at_all_it_rests_and_goes_on(bed, monkeypatch):
     assert read(bed.accept(), 10) == GREETING
 
 
-@pytest.mark.parametrize("call", ["socket", "register"])
-def test_where_one_connection_cannot_be_served_the_others_are(bed, monkeypatch, call):
+@pytest.mark.parametrize("call", ["connect", "register outside", "register inside"])
+def test_where_one_connection_cannot_be_served_the_others_are(epoll, make_bed, monkeypatch, call):
     """Others took the last descriptor, or place in the epoll, just now."""
-    failed = []
+    bed = make_bed(MAX_CONNECTIONS=1)
 
     def fail(*_):
-        failed.append(1)
-        raise OSError(24, "Too many open files")
+        raise OSError(errno.EMFILE, "Too many open files")
 
+    epoll.full = call == "register outside"
+    outer = bed.dial()
+    if not epoll.full:
+        wait_until(bed.filter.newcomers)
     with monkeypatch.context() as patch:
-        if call == "socket":
-            patch.setattr(module, "socket", types.SimpleNamespace(**{**vars(socket), "socket": fail}))
-        else:
-            epoll = bed.filter._epoll
-            patch.setattr(bed.filter, "_epoll", types.SimpleNamespace(poll=epoll.poll, register=fail))
-        outer = bed.dial()
+        if call == "connect":
+            patch.setattr(socket.socket, "connect", fail)
+        epoll.full = call != "connect"
         outer.sendall(GREETING)
-        wait_until(lambda: failed and is_closed(outer))
+        wait_until(lambda: is_closed(outer))
+    epoll.full = False
     assert bed.counters["strangers_dropped"] == 1
-    assert bed.filter._count == 0
-    assert not bed.filter._connections
+    if call == "register inside":
+        bed.accept()  # it had come to ZMQ's socket
     bed.passed()
 
 
-@pytest.mark.parametrize("part", ["_take", "_drop_oldest", "_watch", "_grow_up"])
-def test_an_internal_error_ends_one_connection_and_the_others_are_served(bed, monkeypatch, part):
-    failed = []
+@pytest.mark.parametrize("part", ["taking", "dropping", "moving", "looking"])
+def test_an_internal_error_ends_one_connection_and_the_others_are_served(make_bed, monkeypatch, part):
+    bed = make_bed(MAX_CONNECTIONS=1)
 
     def fail(*_):
-        failed.append(1)
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        if part == "_drop_oldest":
+        if part == "dropping":
             patch.setattr(module, "MAX_YOUNG_OF_ADDRESS", 0)
-        patch.setattr(bed.filter, part, fail)
+        elif part != "looking":
+            patch.setattr(socket.socket, {"taking": "setblocking", "moving": "send"}[part], fail)
+        bed.counters.fails = True
         outer = bed.dial()
-        outer.sendall(GREETING)
-        bed.now += 1
-        wait_until(lambda: failed and (part == "_grow_up" or is_closed(outer)))
-    wait_until(lambda: bed.counters["internal_errors"] == len(failed))
-    if part == "_watch":  # it had been passed on
-        bed.accept()
-    if part != "_grow_up":  # the client's side is closed before ZMQ's is forgotten
-        wait_until(lambda: bed.filter._count == 0 and not bed.filter._connections)
+        if part == "looking":
+            wait_until(bed.filter.newcomers)
+            bed.now += SILENT_S + 1
+        else:
+            outer.sendall(GREETING)
+        wait_until(lambda: bed.counters["internal_errors"])
+    bed.counters.fails = False
+    bed.now += 1
+    if part == "moving":
+        bed.accept()  # it had been passed on
+    wait_until(lambda: is_closed(outer))
+    assert bed.counters["internal_errors"] == 1
     bed.passed()
 
 
-def test_who_says_more_than_a_reader_has_to_say_is_closed(bed):
-    bed.filter._most_bytes = 100
+def test_who_says_more_than_a_reader_has_to_say_is_closed(make_bed):
+    bed = make_bed(most_bytes=100)
     talker, inner = bed.passed()
     reader, other = bed.passed()
     talker.sendall(b"x" * 90)
@@ -290,8 +358,8 @@ def test_who_says_more_than_a_reader_has_to_say_is_closed(bed):
     assert read(other, 1) == b"z"
 
 
-def test_a_reader_that_does_not_read_is_closed_and_one_that_has_nothing_to_read_is_not(bed):
-    bed.filter._most_bytes = 100
+def test_a_reader_that_does_not_read_is_closed_and_one_that_has_nothing_to_read_is_not(make_bed):
+    bed = make_bed(most_bytes=100)
     (_, unread), (idle, _) = bed.passed(), bed.passed()
     unread.setblocking(False)
     began = bed.now
@@ -310,22 +378,18 @@ def test_a_reader_that_does_not_read_is_closed_and_one_that_has_nothing_to_read_
     assert bed.counters["strangers_dropped"] == 1
 
 
-def test_all_are_dropped_on_demand_and_may_come_again(bed, monkeypatch):
+def test_all_are_dropped_on_demand_and_may_come_again(epoll, make_bed, monkeypatch):
     """Also where the thread looks after it was told so and before it is woken, and comes to rest afterwards."""
+    bed = make_bed(MAX_CONNECTIONS=2)
     young = bed.dial()
     outer, inner = bed.passed()
-    write, real, rounds = os.eventfd_write, bed.filter._epoll, []
-
-    def poll(timeout):
-        rounds.append(real.poll(timeout))
-        return rounds[-1]
-
+    write = os.eventfd_write
     with monkeypatch.context() as patch:
-        patch.setattr(module.os, "eventfd_write", lambda *_: wait_until(lambda: is_closed(outer)) and write(*_))
+        patch.setattr(os, "eventfd_write", lambda *_: wait_until(lambda: is_closed(outer)) and write(*_))
         bed.filter.drop()
-        wait_until(lambda: is_closed(young) and not bed.filter._connections)
-        assert bed.filter._count == 0
-        patch.setattr(bed.filter, "_epoll", types.SimpleNamespace(poll=poll, modify=real.modify))
-        wait_until(lambda: len(rounds) > 3)
-    assert [] in rounds, "it does not turn without end"
+        wait_until(lambda: is_closed(young))
+    seen = len(epoll.answers)
+    wait_until(lambda: len(epoll.answers) > seen + 3)
+    assert [] in epoll.answers[seen:], "it does not turn without end"
+    bed.passed()
     bed.passed()
