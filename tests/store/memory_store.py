@@ -9,25 +9,30 @@ from pdx.testing.tier_stage import TierStage
 
 
 class MemoryStore(Backend):
-    """Several tiers may be over it. `fails`: what every call ends with, as a kind of error; empty: it works."""
+    """Several tiers may be over it. `fails`: what every call ends with, as a kind of error, or a defect; empty: it
+    works. `asked`: how many names each question had. `late`: what the next answer waits for."""
 
     place = "memory://here"
 
     def __init__(self):
         self.chunks = {}  # by name
-        self.fails = ""
+        self.fails, self.asked, self.late = "", [], None
 
     def _works(self):
         if self.fails:
-            raise TierError("asked to", self.fails)
+            raise TierError("asked to", self.fails) if isinstance(self.fails, str) else self.fails
 
     def connect(self, count):
         self._works()
 
     def heads(self, names, nbytes):
+        self.asked.append(len(names))
         self._works()
         found = map(self.chunks.get, names)
-        return [None if data is None else Found(memoryview(data)[:nbytes], len(data)) for data in found]
+        answer = [None if data is None else Found(memoryview(data)[:nbytes], len(data)) for data in found]
+        late, self.late = self.late, None
+        assert late is None or late.wait(60)
+        return answer
 
     def read(self, name, into):
         self._works()

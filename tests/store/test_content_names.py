@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import struct
 import time
-import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from traced import traced
 
 from pdx.store import content_names
 from pdx.store.content_names import ContentNames
@@ -137,24 +137,30 @@ def test_what_is_forgotten_is_not_found_and_leaves_nothing(bed: Bed) -> None:
     assert bed.spans([*history[:4], *history[12:]]) == [(4, 0), (8, -8)]
     bed.names.forget(bed.keys(history))
     assert bed.find(history) == []
-    tables = [table for table in vars(bed.names).values() if isinstance(table, dict)]
-    assert len(tables) == 3
-    assert not any(tables)
     assert bed.names.nbytes == 0
+
+
+def test_what_comes_and_goes_leaves_nothing() -> None:
+    names = ContentNames(1 << 30)
+    keys = [[number.to_bytes(16, "big"), number.to_bytes(16, "little")] for number in range(1, 2001)]
+    told = [Told(SCOPE, ids(range(number, number + 8)), CHUNK) for number in range(1, 2001)]
+    with traced() as held:
+        for one, of_one in zip(told, keys, strict=True):
+            names.tell(one, of_one, b"")
+            names.forget(of_one)
+        assert held() < 20_000
 
 
 def test_those_that_nobody_asks_for_go_first_and_the_bytes_are_what_they_are_said_to_be() -> None:
     bed = Bed(256, max_bytes=2 << 20)
     prompts = [[number, *range(number * 1000, number * 1000 + 1023)] for number in range(1, 400)]
     bed.tell(prompts[0])
-    tracemalloc.start()
-    for prompt in prompts[1:]:
-        told = Told(SCOPE, ids(prompt), 256)
-        bed.names.tell(told, bed.keys(prompt), b"")
-        bed.names.find(SCOPE, ids(prompts[0]), 256)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert 0.7 * bed.names.nbytes < held < 1.2 * bed.names.nbytes
+    with traced() as held:
+        for prompt in prompts[1:]:
+            told = Told(SCOPE, ids(prompt), 256)
+            bed.names.tell(told, bed.keys(prompt), b"")
+            bed.names.find(SCOPE, ids(prompts[0]), 256)
+        assert 0.7 * bed.names.nbytes < held() < 1.2 * bed.names.nbytes
     assert bed.names.nbytes <= 2 << 20
     assert sum(piece.count for piece in bed.find(prompts[0])) == 1024
     assert bed.names.find(SCOPE, ids(prompts[1]), 256) == []

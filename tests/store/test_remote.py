@@ -1,10 +1,9 @@
 """What a node asks of a remote store, and what it knows of one by that; and what it keeps there in a real Redis."""
 
-import threading
-
 import pytest
 from remote_bed import connections, key
 
+from pdx.store.health import MAX_ERRORS
 from pdx.store.remote.catalog import NOT_THERE_S, THERE_S
 from pdx.store.remote.tier import THREADS
 from pdx.testing.waiting import wait_until
@@ -15,11 +14,12 @@ def bed(over_memory):
     return over_memory().opened()
 
 
-def test_what_is_known_is_not_asked_for(bed, monkeypatch):
+def test_what_is_known_is_not_asked_for(bed, memory):
     assert bed.store(0) is None
     assert bed.sought(range(2)) == 1
-    monkeypatch.setattr(bed.tier, "_ask", None)
+    memory.asked.clear()
     assert bed.sought(range(2)) == 1
+    assert memory.asked == []
     bed.now += NOT_THERE_S + 0.1
     assert bed.tier.find([key(0)], 1)
     bed.now += THERE_S
@@ -32,44 +32,37 @@ def test_what_is_known_is_bounded(bed, monkeypatch):
     assert [bed.store(number) for number in range(6)] == [None] * 6
     assert bed.sought(range(3)) == 3
     assert bed.sought(range(3, 6)) == 3
-    assert list(bed.tier._catalog._known) == [key(number) for number in range(2, 6)]
+    assert bed.tier.keys() == [key(number) for number in range(2, 6)]
     assert not bed.tier.find([key(0)], 1)
     asked = bed.counters["remote_hits"]
     assert bed.sought(range(2)) == 2
     assert bed.counters["remote_hits"] == asked + 2
 
 
-def test_many_that_seek_the_same_ask_once(bed):
+def test_many_that_seek_the_same_ask_once(bed, memory):
     assert bed.store(0) is None
+    memory.asked.clear()
     keys = [key(number) for number in range(4)]
     assert all(bed.tier.seeks(keys[at:], 1) for at in (0, 1, 0, 3))
-    assert bed.tier._catalog.seeking == 1
     assert bed.sought(range(4)) == 1
+    assert memory.asked == [4]
 
 
-def test_what_waits_for_a_thread_is_asked_for_by_one_call(bed, monkeypatch):
+def test_what_waits_for_a_thread_is_asked_for_by_one_call(bed, memory, gate):
     """A store that is far away answers as many at once as ask, and those of one client do not keep others waiting."""
     assert [bed.store(number) for number in range(40)] == [None] * 40
-    calls, goes_on, heads = [], threading.Event(), bed.tier._backend.heads
-
-    def late(names, nbytes):
-        calls.append(len(names))
-        goes_on.wait(30)
-        return heads(names, nbytes)
-
-    monkeypatch.setattr(bed.tier._backend, "heads", late)
+    memory.asked.clear()
+    heads = gate("heads", memory)
     strangers = [[key(number * 16 + at + 30_000) for at in range(16)] for number in range(100)]
     assert all(bed.tier.seeks(keys, 1) for keys in strangers)
     keys = [key(number) for number in range(41)]
     assert bed.tier.seeks(keys, 1)
-    goes_on.set()
-    while not bed.tier.find(keys[:1], 1):
-        bed.turn()
-    assert len(calls) <= THREADS + -(-97 * 16 // bed.tier._backend.most) + THREADS, "not one for each"
-    while bed.tier._catalog.seeking:
-        bed.turn()
+    heads.open()
+    bed.until(lambda: bed.tier.find(keys[:1], 1))
+    assert len(memory.asked) <= THREADS + -(-97 * 16 // memory.most) + THREADS, "not one for each"
+    bed.settle()
     assert len(bed.tier.find(keys, 1)) == 40
-    assert max(calls) <= bed.tier._backend.most + bed.tier._backend.batch
+    assert max(memory.asked) <= memory.most + memory.batch
 
 
 def test_questions_are_bounded(bed, monkeypatch):
@@ -78,9 +71,9 @@ def test_questions_are_bounded(bed, monkeypatch):
     keys = [key(number + 20_000) for number in range(64 + 5)]
     assert sum(bed.tier.seeks([name], 1) for name in keys) == 64
     assert bed.counters["remote_not_asked"] == 5
-    while bed.tier._catalog.seeking:
-        bed.turn()
-    assert not bed.tier._catalog._sought
+    bed.settle()
+    assert not any(bed.tier.seeks([name], 1) for name in keys[:64]), "all were answered"
+    assert all(bed.tier.seeks([name], 1) for name in keys[64:]), "there is room for others again"
 
 
 # ---- in Redis -------------------------------------------------------------------------------
@@ -107,14 +100,17 @@ def test_what_is_too_old_is_not_found(beds, redis):
 def test_a_value_of_another_type_costs_itself_alone(beds, redis):
     """A list, say, where a chunk should be."""
     bed = beds(redis.url).opened()
-    assert [bed.store(number) for number in (0, 1, 3, 4)] == [None] * 4
-    assert bed.sought([4]) == 1
-    for number in (2, 4):
+    assert [bed.store(number) for number in (0, 1, 3)] == [None] * 3
+    lists = range(4, 4 + MAX_ERRORS)
+    for number in lists:
+        assert bed.store(number) is None
+        assert bed.sought([number]) == 1
+    for number in (2, *lists):
         redis.put_list(f"v3/{key(number).hex()}-0")
     assert bed.sought(range(4)) == 2
-    assert bed.load(4).kind == "truncated"
-    assert f"v3/{key(4).hex()}-0" not in redis.names(), "it is removed"
-    assert bed.tier._health._errors == 0, "the store is not to blame"
-    assert bed.counters["remote_failed"] == 0
+    assert {bed.load(number).kind for number in lists} == {"truncated"}
+    assert not {f"v3/{key(number).hex()}-0" for number in lists}.intersection(redis.names()), "they are removed"
+    assert bed.tier.status().is_up, "the store is not to blame"
+    assert bed.counters["remote_failed"] == bed.counters["remote_paused"] == 0
     assert bed.store(2) is None, "it takes the place of what is there"
     assert bed.load(2) is None

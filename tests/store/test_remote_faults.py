@@ -8,15 +8,22 @@ import time
 from collections import Counter
 
 import pytest
-from remote_bed import Relay, connections, free_port, key, made, opened, running
+from remote_bed import Relay, S3Handler, connections, free_port, key, made, opened, running, s3_answers
 
 from pdx.errors import TierError
 from pdx.store.health import PAUSE_S
 from pdx.store.remote.catalog import NOT_THERE_S
+from pdx.store.remote.redis_backend import RedisBackend
 from pdx.store.remote.tier import HEAD_BYTES, THREADS
 from pdx.testing.waiting import wait_until
 
 LOOP_S = 0.25  # what a call of the control loop takes at most: no deadline here is as short
+
+
+def asked_for(bed, numbers):
+    """Those of these chunks that somebody has asked for and that there is no answer to yet."""
+    bed.now += 0.1
+    return [number for number in numbers if bed.tier.asked_s(key(number))]
 
 
 @pytest.mark.parametrize("kind", ["redis", pytest.param("s3", marks=pytest.mark.long)])
@@ -73,24 +80,16 @@ def test_a_connection_that_ended_with_a_question_is_made_anew_before_the_next(be
     bed.until(lambda: connections(redis) == THREADS)
 
 
-def test_a_question_waits_no_longer_than_for_connections_that_are_made_anew(over_memory, monkeypatch):
+def test_a_question_waits_no_longer_than_for_connections_that_are_made_anew(over_memory, memory, gate):
     bed = over_memory().opened()
-    backend, goes_on, answers = bed.tier._backend, threading.Event(), [TierError("too late", "timeout"), [None]]
-    monkeypatch.setattr(backend, "connect", lambda count: goes_on.wait(30))
-
-    def heads(names, nbytes):
-        answers.append(answers.pop(0))
-        if isinstance(answers[-1], TierError):
-            raise answers[-1]
-        return answers[-1]
-
-    monkeypatch.setattr(backend, "heads", heads)
+    connect = gate("connect", memory)
     for number in range(2 * THREADS - 1):
+        memory.fails = "" if number % 2 else "timeout"
         assert bed.sought([number]) == 0
     assert bed.counters["remote_timeout"] == THREADS, "all threads for questions make connections now"
     bed.answers.clear()
     assert bed.tier.seeks([key(99)], 1)
-    goes_on.set()
+    connect.open()
     bed.settle()
     assert key(99) in bed.answers
 
@@ -105,7 +104,7 @@ def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
     redis.kill()
     kinds = {error.kind for copy in copies if (error := bed.end(copy)) is not None}
     assert kinds <= {"unreachable", "timeout", "failed", "paused"}
-    assert not bed.tier._works.keys() - {0}
+    bed.settle()
     while bed.counters["remote_paused"] == 0:
         bed.store(99)
     assert bed.sought(range(4)) == 0
@@ -122,40 +121,31 @@ def test_a_store_that_dies_within_an_answer_is_believed_so_far(beds, redis):
     """Questions go in batches; of the second one comes a half."""
     with contextlib.closing(Relay(redis.port)) as relay:
         bed = beds(redis.url.replace(str(redis.port), str(relay.port))).opened()
-        batch = bed.tier._backend.batch
+        batch = RedisBackend.batch
         assert [bed.store(number) for number in range(2 * batch)] == [None] * (2 * batch)
         relay.on_cut, relay.cut_after = redis.kill, batch * HEAD_BYTES * 3 // 2
         assert bed.sought(range(2 * batch)) == batch
         assert relay.cut_after < 0, "it died amid the answer"
         assert bed.counters["remote_unreachable"] == 1
-        assert not bed.tier._catalog._sought
+        assert asked_for(bed, range(2 * batch)) == []
         assert bed.load(0).kind == "unreachable"
 
 
 @pytest.mark.parametrize("is_asked_again", [False, True])
-def test_an_answer_from_before_it_was_stored_says_nothing(over_memory, monkeypatch, is_asked_again):
+def test_an_answer_from_before_it_was_stored_says_nothing(over_memory, memory, is_asked_again):
     bed = over_memory().opened()
-    heads, asked, goes_on = bed.tier._backend.heads, threading.Event(), threading.Event()
-
-    def late(names, nbytes):
-        monkeypatch.setattr(bed.tier._backend, "heads", heads)
-        found = heads(names, nbytes)
-        asked.set()
-        goes_on.wait(30)
-        return found
-
-    monkeypatch.setattr(bed.tier._backend, "heads", late)
+    memory.late = goes_on = threading.Event()
     assert bed.tier.seeks([key(1)], 1)
-    assert asked.wait(30)
+    wait_until(lambda: memory.late is None)
     assert bed.store(1) is None
     if is_asked_again:
         assert bed.tier.seeks([key(1)], 1)
     goes_on.set()
-    while bed.tier._catalog.seeking:
+    while not bed.tier.is_idle:
         bed.turn()
         assert bed.tier.holds(key(1))
     assert bed.sought([1]) == 1
-    assert not bed.tier._catalog._sought
+    assert asked_for(bed, [1]) == []
 
 
 @pytest.mark.long
@@ -226,18 +216,25 @@ def test_a_store_that_trickles_costs_its_deadline_and_no_more(trickling):
     assert bed.load(2) is None
 
 
+class Slow(S3Handler):
+    """Has nothing, and takes a while to say so."""
+
+    def do_GET(self):
+        time.sleep(0.3)
+        self.say(404)
+
+
 @pytest.mark.long
 def test_a_question_of_many_names_has_one_deadline(monkeypatch):
     """Where each name is a request of its own, each is answered in time, and all of them are not."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
-    backend = opened("s3://bucket", lookup_s=0.5)
-    never = threading.Event()
-    monkeypatch.setattr(backend, "_head", lambda name, nbytes: never.wait(0.3))
-    started_at = time.monotonic()
-    with pytest.raises(TierError) as raised:
-        backend.heads([str(number) for number in range(100 * backend.batch)], 100)
-    backend.close()
+    with s3_answers(Slow, monkeypatch):
+        backend = opened("s3://bucket", lookup_s=0.5)
+        started_at = time.monotonic()
+        with pytest.raises(TierError) as raised:
+            backend.heads([str(number) for number in range(100 * backend.batch)], 100)
+        backend.close()
     assert raised.value.kind == "timeout"
     assert time.monotonic() - started_at < 20 * 0.5, "not 100 times 0.3 s"
 
@@ -297,16 +294,12 @@ def test_who_is_no_store_at_all(beds, caplog):
         bed.paused("timeout")
 
 
-def test_one_bug_of_a_client_costs_one_question(over_memory, monkeypatch, caplog):
+def test_one_bug_of_a_client_costs_one_question(over_memory, memory, caplog):
     bed = over_memory().opened()
     assert bed.store(1) is None
-
-    def fails(names, nbytes):
-        raise RuntimeError("a defect")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(bed.tier._backend, "heads", fails)
-        assert bed.sought([1]) == 0
-        assert any(record.levelno == logging.ERROR for record in caplog.records)
+    memory.fails = RuntimeError("a defect")
+    assert bed.sought([1]) == 0
+    assert any(record.levelno == logging.ERROR for record in caplog.records)
+    memory.fails = ""
     bed.now += NOT_THERE_S + 0.1
     assert bed.sought([1]) == 1

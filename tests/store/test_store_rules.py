@@ -1,9 +1,9 @@
 """The store's rules one by one: who is evicted first, what is granted, what a record costs."""
 
 import gc
-import tracemalloc
 
 import pytest
+from traced import traced
 
 from pdx.errors import ProtocolError, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES, Arena
@@ -358,19 +358,13 @@ def test_a_chunk_record_takes_less_than_a_kilobyte(tmp_path):
     path.write_bytes(b"")
     with open(path, "r+b") as file:
         file.truncate(count * (GRANULE_BYTES + 8 + 2))  # sparse: no byte of it is touched
-    with Arena(path, count * GRANULE_BYTES, writable_generations=True) as arena:
-        gc.collect()
-        tracemalloc.start()
-        try:
-            store = Store(arena, Env())
-            granted, slots, full = store.reserve(claim(names, layers=80))
-            assert not full
-            store.seal(store.fill(slots, 0, 80, OWNER))
-            del granted, slots
-            gc.collect()
-            per_chunk = tracemalloc.get_traced_memory()[0] / count
-        finally:
-            tracemalloc.stop()
+    with Arena(path, count * GRANULE_BYTES, writable_generations=True) as arena, traced() as held:
+        store = Store(arena, Env())
+        granted, slots, full = store.reserve(claim(names, layers=80))
+        assert not full
+        store.seal(store.fill(slots, 0, 80, OWNER))
+        del granted, slots
+        per_chunk = held() / count
     assert per_chunk <= 1024, f"{per_chunk:.0f} bytes per chunk"
 
 

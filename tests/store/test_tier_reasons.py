@@ -101,8 +101,7 @@ def test_a_question_that_is_under_way_or_has_failed_or_was_not_asked(over_memory
     assert not remote.tier.seeks([key(3)], 1)
     assert said(remote, 3)[0] == "was not asked, because too many questions wait for it"
     heads.open()
-    while remote.tier._catalog.seeking:
-        remote.turn()
+    remote.settle()
     for number in (1, 2):
         assert said(remote, number)[0].startswith("did not say whether it has it: timeout: ")
     remote.now += 2 * NOT_THERE_S

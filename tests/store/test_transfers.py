@@ -1,10 +1,10 @@
 """What a node remembers of transfers: how much of it, for how long, and for whom."""
 
 import math
-import sys
 
 import plain_chunk
 import pytest
+from traced import traced
 
 from pdx.memory.slot import Slot
 from pdx.store import transfers as module
@@ -52,14 +52,11 @@ def test_of_one_source_the_oldest_are_forgotten_and_counted_and_of_others_none(
         transfers.expect(f"offered {number}", 60.0, "peer alpha")
         transfers.open(f"reserved {number}", [], 60.0, "process 7")
     assert len(transfers) == MOST, "those that wait for a peer"
-    assert len(transfers._transfers) == 2 * MOST
+    assert transfers.expire(3.0)[-2:] == ["offered 4", "reserved 4"]
+    assert len(transfers.expire(1e9)) == 2 * MOST, "all that were still there"
     counters.clear()
-    transfers.expire(1e9)
     give_up(transfers, MOST, "process 7", "second")
     assert not counters, "what is over makes place for its source again"
-    transfers.expire(1e9)
-    assert not transfers._transfers
-    assert not transfers._of_source
 
 
 def test_the_count_of_those_under_way_follows_each_of_them(transfers):
@@ -101,26 +98,30 @@ def test_who_comes_when_a_transfer_is_forgotten_is_told_that_it_is_over(transfer
     assert transfers.is_under_way("t"), "its engine begins it again"
 
 
-def test_names_of_forgotten_transfers_are_bounded(transfers, monkeypatch):
+def test_of_forgotten_transfers_so_many_names_are_left_and_nothing_else(transfers, env, monkeypatch):
     monkeypatch.setattr(module, "MAX_ENDED", 30)
-    for number in range(40):
-        transfers.give_up(f"t {number}", float(number), "process 7")
-        transfers.expire(number + KEPT_S)
-    assert [transfers.is_known(f"t {number}") for number in (9, 10)] == [False, True]
-    assert len(transfers._ended) == 30
+    with traced() as held:
+        for number in range(1040):
+            transfers.give_up(f"t {number}", float(number), f"process {number}")
+            transfers.expire(number + KEPT_S)
+            env.news.clear()
+        assert held() < 20_000
+    assert [transfers.is_known(f"t {number}") for number in (1009, 1010)] == [False, True]
 
 
 @pytest.mark.parametrize("end", ["sealed", "given up"])
 def test_a_transfer_that_is_over_keeps_no_room_for_what_it_waited_for(transfers, end):
     """It is remembered for a minute, and a dict that was emptied keeps its table."""
     chunks = [plain_chunk.chunk(bytes(16), Slot(number << 20, 1 << 20, 1), 1, transfer="t") for number in range(1000)]
-    transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
-    if end == "sealed":
-        transfers.sealed(chunks, 1.0)
-    else:
-        transfers.give_up("t", 1.0, "process 7")
+    with traced() as held:
+        transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
+        assert held() > 30_000
+        if end == "sealed":
+            transfers.sealed(chunks, 1.0)
+        else:
+            transfers.give_up("t", 1.0, "process 7")
+        assert held() < 10_000
     assert not transfers.is_under_way("t")
-    assert sys.getsizeof(transfers._transfers["t"].pending) == sys.getsizeof({})
 
 
 def test_only_a_chunk_that_it_waits_for_ends_a_transfer_when_it_is_aborted(transfers, env):
