@@ -135,3 +135,15 @@ def test_a_total_that_is_not_granules_is_refused(total):
 def test_nothing_or_less_cannot_be_allocated(nbytes, count):
     with pytest.raises(ValueError, match="cannot allocate"):
         Allocator(ALIGNMENT).allocate_many(nbytes, count)
+
+
+def test_holes_that_come_and_go_hide_none():
+    allocator = Allocator(GRANULES * ALIGNMENT)
+    slots = allocator.allocate_many(ALIGNMENT, GRANULES)
+    allocator.free_many(slots[::2])
+    for _ in range(100):
+        allocator.free_many(slots[61:62])  # joins two holes …
+        assert allocator.allocate_many(ALIGNMENT, 3) == slots[60:63]
+        allocator.free_many([slots[60], slots[62]])  # … that are there again
+    assert allocator.allocate_many(ALIGNMENT, GRANULES) == slots[::2]
+    check(allocator)

@@ -1,27 +1,24 @@
-"""Whether what an allocator has written down agrees."""
-
-from collections import Counter
+"""Whether an allocator knows each of its slots and holes, and nothing else."""
 
 from pdx.store.allocator import ALIGNMENT
 
 
 def check(made):
-    """What its records say of each other."""
-    holes = list(made._hole_at.items())
-    sizes = Counter(made._hole_at.values())
-    assert made._sizes == sorted(sizes)
-    assert made._count_of == sizes
-    assert made._of_size.keys() == sizes.keys()
-    for offset, nbytes in holes:
-        assert offset in made._of_size[nbytes]
-    assert {offset + nbytes: offset for offset, nbytes in [*holes, *made._slots.items()]} == made._ends
-    assert made._free_bytes == sum(made._hole_at.values())
-    end, after_hole = 0, False
-    for offset, nbytes in sorted([*holes, *made._slots.items()]):
-        is_hole = offset in made._hole_at
-        assert offset == end, f"{offset} does not start where its neighbour ends, {end}"
-        assert nbytes > 0
-        assert nbytes % ALIGNMENT == 0
-        assert not (is_hole and after_hole), f"the hole at {offset} was not joined with the one before it"
-        end, after_hole = offset + nbytes, is_hole
-    assert end == made.total_bytes
+    """They lie one behind the other from the end to the beginning, and holes that touch are one."""
+    end, free_bytes, ends, holes = made.total_bytes, 0, set(), set()
+    while end:
+        start = made.before(end)
+        assert start is not None, f"nothing ends at {end}"
+        assert 0 <= start < end
+        assert start % ALIGNMENT == 0
+        ends.add(end)
+        if made.hole_bytes(start):
+            assert made.hole_bytes(start) == end - start
+            assert made.hole_bytes(end) == 0, f"the hole at {end} was not joined with the one before it"
+            holes.add(start)
+            free_bytes += end - start
+        end = start
+    assert made.free_bytes == free_bytes
+    for offset in range(0, made.total_bytes + ALIGNMENT, ALIGNMENT):
+        assert offset in ends or made.before(offset) is None, f"nothing ends at {offset} any more"
+        assert offset in holes or not made.hole_bytes(offset), f"no hole is at {offset} any more"
