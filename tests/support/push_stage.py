@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from kept import kept
+
 from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
@@ -187,6 +189,7 @@ class SendingStage(StoreStage):
         self.way = FakePeerTier(over=lambda number, is_complete: self.over.append((number, is_complete)))
         self.way.max_inflight_bytes = window_bytes
         self.copies = Copies(self.store, self.env, group_bytes=group_bytes)
+        self.idle = self.kept()
 
     def start(
         self,
@@ -269,10 +272,12 @@ class SendingStage(StoreStage):
         assert len(self.copies) == 0
         assert not self.way.jobs
         assert self.holds() == 0
-        assert not self.copies._items
-        assert not self.copies._of_transfer
-        assert not self.copies._queues
-        assert not self.copies._touched
+        assert self.kept() == self.idle
+
+    def kept(self) -> Counter[str]:
+        """What the copies keep in memory."""
+        self.copies.pump()
+        return kept(self.copies, self.store, self.env.counters, self.env.timings, self.copies.landed)
 
 
 class FakeSession:
@@ -346,16 +351,18 @@ class ReceivingStage(StoreStage):
         self.transfers = Transfers(self.env)
         self.listeners = {"sure": FakeListener(), "blind": FakeListener(knows=False)}
         regions = {scheme: SimpleNamespace(checks_writes=scheme == "sure") for scheme in self.listeners}
-        config = NodeConfig(address=f"ipc://{folder}/node.sock", peer_share=peer_share, push_s=60.0)
+        self.config = NodeConfig(address=f"ipc://{folder}/node.sock", peer_share=peer_share, push_s=60.0)
         self.inbound = InboundPushes(
-            config,
+            self.config,
             self.env,
             store=self.store,
             transfers=self.transfers,
             regions=SimpleNamespace(listeners=self.listeners, regions=regions, probe=Slot(0, 4096, 0)),
         )
         self.changed, self.over = self.inbound.changed, self.inbound.over
-        self._pushes: Counter[int] = Counter()
+        self.offers: Counter[int] = Counter()  # by number of the session
+        self.peers: set[str] = set()
+        self.idle = self.kept()
 
     @property
     def sealed(self) -> list[Chunk]:
@@ -366,9 +373,10 @@ class ReceivingStage(StoreStage):
         self, session: FakeSession, numbers: list[int], *, granules: int = 1, scheme: str = "sure", **fields: Any
     ) -> int:
         """An offer of chunks of so many granules each; its number."""
-        self._pushes[session.number] += 1
+        self.offers[session.number] += 1
+        self.peers.add(session.name)
         settings = {"nbytes": granules * GRANULE_BYTES, "layers": 1, "shards": 1, "wait_s": 5.0, **fields}
-        number = self._pushes[session.number]
+        number = self.offers[session.number]
         if session not in self.inbound.sessions:
             self.inbound.choose(session, scheme)
         self.inbound.admit(session, number, Admit([key(each) for each in numbers], **settings))
@@ -405,10 +413,19 @@ class ReceivingStage(StoreStage):
         pushes = self.inbound
         assert len(pushes) == 0
         assert not pushes.grants
-        assert not any(pushes._granted_by.values())
-        assert all((one.pushes, one.keys, one.nbytes) == (0, 0, 0) for one in pushes._accounts.values())
-        assert not any(writer.pushes or writer.is_over for writer in pushes._writers.values())
-        assert not any((pushes._queue, pushes._of_transfer, pushes._closing, pushes._deadlines._due))
+        accounts = [pushes.account(name) for name in self.peers]
+        assert all((one.pushes, one.keys, one.nbytes) == (0, 0, 0) for one in accounts)
+        for session in pushes.sessions:
+            pushes.session_over(session, is_dead=True)
+        pushes.forget(())
+        pushes.turn()
+        assert self.kept() == self.idle
         assert not any(spans for listener in self.listeners.values() for spans in listener.granted.values())
         assert not len(self.transfers), "somebody still waits for a transfer"
         assert set(self.store.index.census()[0]) <= {"sealed"}
+
+    def kept(self) -> Counter[str]:
+        """What the pushes keep in memory."""
+        pushes = self.inbound
+        others = (self.config, self.env, self.store, self.transfers, pushes.regions, pushes.changed, pushes.over)
+        return kept(pushes, *others)

@@ -182,8 +182,7 @@ class InboundPushes:
         self._blocked = next((push for push in list(self._queue) if not self._look(push, now)), None)
 
     def _is_worth_a_look(self, now: float) -> bool:
-        is_next = self._blocked is not None and self._may_have_room(self._blocked, now)
-        return bool(self._queue) and (is_next or self._is_news)
+        return self._is_news or (self._blocked is not None and self._may_have_room(self._blocked, now))
 
     def _may_have_room(self, push: InboundPush, now: float) -> bool:
         return self._store.pools[0].available_bytes >= push.lacking or push.look_at <= now

@@ -358,7 +358,7 @@ def test_an_offer_that_makes_no_sense_is_refused(stage, a, numbers, fields):
     stage.assert_idle()
     assert a.sent == []
     push = stage.offer(a, [0])
-    stage._pushes[a.number] -= 1
+    stage.offers[a.number] -= 1
     with pytest.raises(ProtocolError, match="twice"):
         stage.offer(a, [1])
     finish(stage, a, push)

@@ -8,6 +8,7 @@ from push_stage import FakeSession, ReceivingStage, key
 
 from pdx.errors import ProtocolError
 from pdx.memory.arena import GRANULE_BYTES, round_up
+from pdx.node.peers.inbound_pushes import LOOK_S
 from pdx.wire.messages import Slices
 
 LAYERS = 2
@@ -40,7 +41,7 @@ class Storm:
         return self.stage.listeners[self.schemes[session.number]]
 
     def pushes(self, session):
-        return range(1, self.stage._pushes[session.number] + 1)
+        return range(1, self.stage.offers[session.number] + 1)
 
     def do(self, verb, one, two, three):
         session = self.sessions[one % 3]
@@ -98,7 +99,7 @@ class Storm:
 
     def let_go(self, session, two, three):
         """Its writes are over, and it will not begin another."""
-        push = two % (self.stage._pushes[session.number] or 1) + 1
+        push = two % (self.stage.offers[session.number] or 1) + 1
         for slot in self.slots.get((session.number, push), ()):
             if self.schemes[session.number] == "blind":
                 self.listener(session).landing.discard((session.token, slot.offset))
@@ -148,7 +149,7 @@ class Storm:
         stage = self.stage
         for place in [place for listener in stage.listeners.values() for place in listener.landing]:
             assert stage.arena.is_current(self.writing[place]), "given away while somebody writes to it"
-        pushes = [push for session in stage.inbound.sessions for push in stage.inbound.of(session)]
+        pushes = self.under_way()
         assert stage.inbound.grants == {offset: push for push in pushes for offset in push.chunks}
         for offset, push in stage.inbound.grants.items():
             assert stage.store.index.slots[0][offset] is push.chunks[offset]
@@ -158,22 +159,34 @@ class Storm:
             held = sum(round_up(chunk.slot.nbytes) for push in own for chunk in push.chunks.values())
             account = stage.inbound.account(name)
             assert (account.pushes, account.nbytes) == (len(own), held)
-        assert {push for push in pushes if push.state == "queued"} == set(stage.inbound._queue)
         assert len(set(stage.over)) == len(stage.over), "a push ended twice"
 
+    def under_way(self):
+        return [push for session in self.stage.inbound.sessions for push in self.stage.inbound.of(session)]
+
     def finish(self):
-        """Writers stop, everybody leaves."""
-        for session in [*self.sessions, *self.old]:
-            self.stop_writing(session)
-            self.stage.inbound.session_over(session, is_dead=True)
+        """Some leave, and writers stop, so that those that wait for room get it one after the other."""
         for lease in self.leases:
             self.stage.store.release(lease, 1)
+        for session in [self.sessions[0], *self.old]:
+            self.stop_writing(session)
+            self.stage.inbound.session_over(session, is_dead=True)
+        self.stage.tick(LOOK_S)
+        while pushes := self.under_way():
+            granted = [push for push in pushes if push.state != "queued"]
+            assert granted, "there is room, and nobody gets it"
+            for push in granted:
+                self.stop_writing(push.session)
+                self.stage.let_go(push.session, push.number, complete=False)
+            self.stage.tick(LOOK_S)
+            self.check()
         self.stage.tick(1.0)
         self.check()
         self.stage.assert_idle()
         assert not self.stage.inbound.sessions
         self.stage.tick(1000.0)
-        assert not self.stage.transfers._transfers
+        transfers = self.stage.transfers
+        assert not any(transfers.is_under_way(name) or transfers.is_given_up(name) for name in TRANSFERS[1:])
         self.stage.free_what_is_sealed()
 
 
