@@ -172,6 +172,18 @@ def test_offers_get_room_in_their_order_and_all_or_nothing(stage, a, b):
     stage.assert_idle()
 
 
+def test_whoever_waits_behind_one_that_is_given_up_goes_at_once(stage, a, b):
+    first = stage.offer(a, [0], granules=15)
+    second, third = stage.offer(b, [1], granules=2), stage.offer(b, [2])
+    assert b.sent == []
+    stage.let_go(b, second)
+    stage.inbound.turn()
+    assert len(b.granted(third).slots) == 1
+    finish(stage, a, first)
+    finish(stage, b, third)
+    stage.assert_idle()
+
+
 def test_whoever_waited_long_enough_gets_what_fits(stage, a, b):
     first = stage.offer(a, [0, 1], granules=6)
     second = stage.offer(b, [2, 3, 4], granules=2, tail_nbytes=GRANULE_BYTES, wait_s=5.0)
