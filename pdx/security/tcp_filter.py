@@ -179,15 +179,12 @@ class TcpFilter:
         if self._target >= 0:
             self._folder = tempfile.TemporaryDirectory(prefix="pdx-tcp-filter-")
             self.inner = f"ipc://{self._folder.name}/zmq"
-        mask = os.umask(0o177)
         try:
             taker.setsockopt(zmq.BACKLOG, _ZMQ_BACKLOG)
-            taker.bind(self.inner)
+            taker.bind(self.inner)  # in a folder of this user's alone
         except zmq.ZMQError:
             self._folder.cleanup()
             raise
-        finally:
-            os.umask(mask)
         self.start()
 
     def start(self) -> None:

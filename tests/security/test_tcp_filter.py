@@ -6,8 +6,10 @@ import os
 import resource
 import select
 import socket
+import stat
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -393,3 +395,16 @@ def test_all_are_dropped_on_demand_and_may_come_again(epoll, make_bed, monkeypat
     assert [] in epoll.answers[seen:], "it does not turn without end"
     bed.passed()
     bed.passed()
+
+
+def test_who_makes_a_folder_while_it_is_bound_anew_can_enter_it(bed, tmp_path):
+    """A node's key is exchanged while the threads of its disks work."""
+
+    def bind(inner):
+        other = bed.undo.enter_context(socket.socket(socket.AF_UNIX))
+        other.bind(inner.removeprefix("ipc://"))
+        (tmp_path / "made").mkdir(mode=0o700)
+        assert stat.S_IMODE(os.stat(os.path.dirname(inner.removeprefix("ipc://"))).st_mode) == 0o700
+
+    bed.filter.bind(SimpleNamespace(setsockopt=lambda *_: None, bind=bind))
+    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
