@@ -47,7 +47,7 @@ from pdx.proxy.routes import FORMS, GENERATING, PASSED, Route
 from pdx.proxy.status import StatusPage
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
 from pdx.proxy.traces import open_traces
-from pdx.telemetry.env import Env, WakingClock
+from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 from pdx.telemetry.host import host_id
 from pdx.wire import proxy as wire
@@ -56,7 +56,7 @@ from pdx.wire.proxy import Changes, NodeReport, PeerEntry
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
+LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
 
 _STOPPED = (503, "the proxy is being stopped")
 _INTERNAL = (500, "internal error of the proxy")
@@ -68,30 +68,24 @@ _HINTED = request_key("hinted")  # where a request with hints has these, and the
 class Proxy:
     """All parts of one proxy, which live as long as its `app` does."""
 
-    def __init__(self, config: ProxyConfig, seat: Seat | None = None) -> None:
-        """`seat`: of a worker that serves beside others.
+    def __init__(self, config: ProxyConfig, env: Env, seat: Seat | None = None) -> None:
+        """`env`: of its loop; the clock is looked at every LOOK_S. `seat`: of a worker that serves beside others.
 
         :raises ConfigError: traces are wanted, and cannot be had.
         """
         self._config = config
-        self.env = Env(WakingClock(2 * _LOOK_S, time.monotonic), log=log)
+        self.env = env
         self._faults = self.env.faults
-        self._health = Health(self.env, silence_s=min(config.first_byte_timeout_s, config.idle_timeout_s))
+        health = Health(self.env, silence_s=min(config.first_byte_timeout_s, config.idle_timeout_s))
         self.engines = Engines(
             self.env,
-            self._health,
+            health,
             prefill=config.prefill,
             decode=config.decode,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
         )
-        self._legs = Legs(self._health, config)
-        self._probes = Probes(
-            self._health,
-            self._legs,
-            self.env,
-            engines=self.engines,
-            first_byte_timeout_s=config.first_byte_timeout_s,
-        )
+        self._legs = Legs(health, config)
+        self._probes = Probes(self.engines, self._legs, self.env, first_byte_timeout_s=config.first_byte_timeout_s)
         self._timelines = Timelines(timings=self.env.timings)
         self._clocks = Clocks(host_id())
         self._told_peers: dict[tuple[str, int], PeerEntry] | None = None
@@ -109,7 +103,7 @@ class Proxy:
             discover=config.discover,
             is_found=not seat.number,  # where the others are follows from that
         )
-        self._metrics = Metrics(self.env, engines=self.engines, health=self._health, dropped=self._control.dropped)
+        self._metrics = Metrics(self.env, engines=self.engines, dropped=self._control.dropped)
         self._traces = open_traces(config, self.env.counters)
         self._metrics.waiting.set_function(lambda: self.admission.waiting)
         self._intake = Intake(
@@ -134,7 +128,6 @@ class Proxy:
             config,
             self.env,
             engines=self.engines,
-            health=self._health,
             timelines=self._timelines,
             cache=self._cache,
             admission=self.admission,
@@ -144,14 +137,13 @@ class Proxy:
             config,
             self.env,
             engines=self.engines,
-            health=self._health,
             legs=self._legs,
             instances=self._cache.instances,
             chunks=self.chunks,
         )
         self._relay = Relay(
             engines=self.engines,
-            health=self._health,
+            health=health,
             timelines=self._timelines,
             locating=locating,
             legs=self._legs,
@@ -217,7 +209,7 @@ class Proxy:
         """Look at the clock: for silent nodes and legs, and for probes that are due."""
         while True:
             self._look()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
 
     def _look(self) -> None:
         self.drain.beat()
@@ -394,7 +386,7 @@ class Proxy:
         body, envelope = hints.take(body, request.headers.get("X-Session-ID", ""))
         envelope = envelope.within(self._config.client_priority)
         plan = await in_turns(planning(route, body, min_split_tokens=self._config.min_split_tokens))
-        check_length(plan, [each.facts for each in serving(self.engines.all(), self._health, model_of(body))])
+        check_length(plan, [each.facts for each in serving(self.engines.all(), self.engines.health, model_of(body))])
         passed = self._passed(request)
         if plan.mode is Mode.FORWARD and not self._config.forward:
             plan = Plan(Mode.SAMPLED, "configured")
@@ -446,7 +438,7 @@ class Proxy:
     @property
     def num_decoders(self) -> int:
         """That are known to take requests."""
-        return sum(each.decodes and self._health.of(each.url).is_ready for each in self.engines.all())
+        return sum(each.decodes and self.engines.health.of(each.url).is_ready for each in self.engines.all())
 
     async def _tell_health(self, _request: web.Request) -> web.Response:
         """Readiness: 200 as long as somebody can decode, else 503."""

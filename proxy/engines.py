@@ -87,7 +87,7 @@ class Engines:
         self._decode = frozenset(map(base_url, decode))
         self._named = tuple(dict.fromkeys(map(base_url, (*prefill, *decode))))
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._health = health
+        self.health = health
         self._clock = env.clock
         health.titled = self.titled
         # A restarted node has a new epoch. Its engines take a moment to attach again and are not detached
@@ -169,9 +169,9 @@ class Engines:
         )
         for url, engine in engines.items():
             if (last := self._last_reports.get(url)) is not None and _life(last[1]) != _life(engine):
-                self._health.renew(url)
+                self.health.renew(url)
             self._last_reports[url] = report.node, engine
-            self._health.running(url, engine.running)
+            self.health.running(url, engine.running)
         return self._detached(before)
 
     def expire(self, members: Container[str] | None = None) -> frozenset[str]:
@@ -190,10 +190,10 @@ class Engines:
         gone = [url for key in silent for url in self._pop(key).engines]
         for url in self._last_reports.keys() - self._viewed().reported.keys():
             is_member = members is None or self._last_reports[url][0] in members
-            if not is_member or self._health.of(url).well_at < now - FORGET_S:
+            if not is_member or self.health.of(url).well_at < now - FORGET_S:
                 del self._last_reports[url]
                 self._view = None
-        self._health.keep({*self._named, *self._last_reports})
+        self.health.keep({*self._named, *self._last_reports})
         return self._detached(gone)
 
     def all(self) -> list[Engine]:
@@ -212,7 +212,7 @@ class Engines:
         reported = self._viewed().reported
         gone = frozenset(url for url in urls if url not in reported)
         for url in gone:
-            self._health.running(url, 0)
+            self.health.running(url, 0)
         return gone
 
     def nodes(self) -> int:
@@ -327,7 +327,7 @@ class Engines:
         return f"{self.titled(one.url)} and {self.titled(other.url)} share no KV: {why}"
 
     def _model(self, engine: Engine) -> str:
-        models = self._health.of(engine.url).models
+        models = self.health.of(engine.url).models
         return next(iter(models), "") if models else self._last_reports[engine.url][1].shape.get("model", "")
 
     # ---- the log ----------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class Engines:
         self._logged_nodes = names
         for url, engine in self._viewed().by_url.items():
             line = self._described(engine)
-            if self._logged.get(url) != line and (url in self._logged or self._health.of(url).is_ready):
+            if self._logged.get(url) != line and (url in self._logged or self.health.of(url).is_ready):
                 log.info("%s: %s", "changed" if url in self._logged else "joined", printable(line, _MOST_CHARS))
                 self._logged[url] = line
         for url in self._logged.keys() - self._viewed().by_url.keys():
@@ -359,7 +359,7 @@ class Engines:
         return f"engine {url}" if engine is None else self._described(engine)
 
     def _described(self, engine: Engine) -> str:
-        models = list(self._health.of(engine.url).models or ())
+        models = list(self.health.of(engine.url).models or ())
         more = f" and {len(models) - _MOST_NAMES} more" if len(models) > _MOST_NAMES else ""
         model = f"model {', '.join(models[:_MOST_NAMES])}{more}" if models else "model not known"
         node = f"node {engine.node}" if engine.node else "no node"

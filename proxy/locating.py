@@ -19,7 +19,7 @@ from pdx.proxy.config import ProxyConfig, Routing
 from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.exchange import Exchange
 from pdx.proxy.following import Following
-from pdx.proxy.health import NO_WORK, Health, Record, Work
+from pdx.proxy.health import NO_WORK, Record, Work
 from pdx.proxy.leg import Legs
 from pdx.proxy.placing import Coming, Keys, Prompt, cost, paced
 from pdx.proxy.plan import BYTES_PER_TOKEN, Body, Mode, prompt_bytes
@@ -54,7 +54,6 @@ class Locating:
         env: Env,
         *,
         engines: Engines,
-        health: Health,
         legs: Legs,
         instances: Instances,
         chunks: Following | None,
@@ -63,7 +62,7 @@ class Locating:
         self._routing = config.routing
         self._split_tokens = config.min_split_tokens
         self._engines = engines
-        self._health = health
+        self._health = engines.health
         self._legs = legs
         self._instances = instances
         self._chunks = chunks

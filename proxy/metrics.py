@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from pdx.proxy.engines import Engines
-from pdx.proxy.health import Health, Reason
+from pdx.proxy.health import Reason
 from pdx.proxy.leg import OWN_LACK
 from pdx.proxy.plan import Mode, modes
 from pdx.proxy.routes import Route
@@ -66,10 +66,10 @@ class Metrics(Collector):
     """Counters and histograms. What the parts count that know nothing of metrics is read where it lies: engines and
     events come and go, and their series go with them."""
 
-    def __init__(self, env: Env, *, engines: Engines, health: Health, dropped: Mapping[str, int]) -> None:
+    def __init__(self, env: Env, *, engines: Engines, dropped: Mapping[str, int]) -> None:
         """`dropped`: what nodes said in vain, by reason."""
         self._engines = engines
-        self._health = health
+        self._health = engines.health
         self._events = env.counters
         self._dropped = dropped
         self._timings = timings = env.timings

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from pdx.errors import Exhausted, LegFailed
 from pdx.proxy.engines import Engine, Engines
-from pdx.proxy.health import PROBE_S, EngineState, Health, Reason
+from pdx.proxy.health import PROBE_S, EngineState, Reason
 from pdx.proxy.leg import Legs, failed
 from pdx.proxy.reply import error_body
 from pdx.telemetry.env import Env
@@ -52,8 +52,8 @@ class Probes:
     that want a key are asked for those with the client's.
     """
 
-    def __init__(self, health: Health, legs: Legs, env: Env, *, engines: Engines, first_byte_timeout_s: float) -> None:
-        self._health = health
+    def __init__(self, engines: Engines, legs: Legs, env: Env, *, first_byte_timeout_s: float) -> None:
+        self._health = engines.health
         self._legs = legs
         self._faults = env.faults
         self._engines = engines

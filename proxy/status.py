@@ -26,7 +26,6 @@ from pdx.proxy.cache.verbs import Instance
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.exchange import Drain
-from pdx.proxy.health import Health
 from pdx.proxy.outline import Steps, in_turns
 from pdx.proxy.reply import error_response, json_response
 from pdx.proxy.timelines import Timeline, Timelines
@@ -73,7 +72,6 @@ class StatusPage:
         env: Env,
         *,
         engines: Engines,
-        health: Health,
         timelines: Timelines,
         cache: CacheControl,
         admission: Admission,
@@ -82,7 +80,7 @@ class StatusPage:
         self._config = config
         self._clock = env.clock
         self._engines = engines
-        self._health = health
+        self._health = engines.health
         self._timelines = timelines
         self._cache = cache
         self._admission = admission

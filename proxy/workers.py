@@ -26,14 +26,15 @@ from aiohttp import web
 
 from pdx.config import default_proxy
 from pdx.errors import ConfigError, PdxError
-from pdx.proxy.app import Proxy
+from pdx.proxy.app import LOOK_S, Proxy
+from pdx.proxy.app import log as faults_log
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.exchange import Seat
 from pdx.proxy.server import SHUTDOWN_S, Server, bound, endpoint, server_tls, when_signalled
 from pdx.security import descriptors
 from pdx.security.address import worker_address
 from pdx.telemetry import logs
-from pdx.telemetry.env import WakingClock
+from pdx.telemetry.env import Env, WakingClock
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ def run(config: ProxyConfig) -> None:
 async def serve(config: ProxyConfig, place: _Place | None = None) -> None:
     """Serve in this process; `place`: as a worker. See `run`."""
     descriptors.raise_limit()
-    proxy = Proxy(config, place.seat if place is not None else None)
+    env = Env(WakingClock(2 * LOOK_S, time.monotonic), log=faults_log)
+    proxy = Proxy(config, env, place.seat if place is not None else None)
     signalled = asyncio.Event()
 
     def stop() -> None:
@@ -88,8 +90,8 @@ async def serve(config: ProxyConfig, place: _Place | None = None) -> None:
         if place.is_again:
             app.cleanup_ctx.append(_finding(proxy))
     tls = server_tls(config.tls_cert, config.tls_key) if config.tls_cert or config.tls_key else None
-    server = Server(app, proxy.env, engines=proxy.engines, field_bytes=config.max_header_bytes, tls=tls)
-    admin = Server(proxy.admin_app(), proxy.env)
+    server = Server(app, env, engines=proxy.engines, field_bytes=config.max_header_bytes, tls=tls)
+    admin = Server(proxy.admin_app(), env)
     try:
         if config.admin:
             await admin.start(config.admin)

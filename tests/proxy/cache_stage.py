@@ -55,7 +55,7 @@ class Ruled(Node):
 
     async def _serve(self):
         while True:
-            order = await self._next(Order, seconds=None)
+            order = await self.heard(Order, seconds=None)
             self.orders.append(order)
             if (outcome := self.answers(order.verb)) is not None:
                 await self.reply(order.number, outcome)

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import zmq
 from connection_stage import settled
 from proxy_harness import Node
 
@@ -31,9 +32,12 @@ class ControlStage:
     def drops(self):
         return list(self.control.dropped.elements())
 
-    def node(self, name, own=None, server_key=None):
+    def node(self, name, own=None, server_key=None, *, route=b""):
+        """`route`: by which ZMQ tells it from others, if not one of its own."""
         node = Node("inproc://nowhere-yet", name)
         node.socket.disconnect("inproc://nowhere-yet")
+        if route:
+            node.socket.setsockopt(zmq.IDENTITY, route)
         secure_client(node.socket, own=own, server_key=server_key)
         node.socket.connect(self.control.address)
         self.nodes.append(node)

@@ -7,20 +7,24 @@ import inspect
 import json
 import shutil
 import tempfile
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from unittest import mock
 
 import aiohttp
+import msgspec
 import zmq
 import zmq.asyncio
 from engine_standin import Server, StandIn
 
-from pdx.proxy import app, health, leg
+from pdx.proxy import app, health, leg, status
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server as HttpServer
+from pdx.telemetry.env import Env, WakingClock
 from pdx.wire import messages
+from pdx.wire.overview import Overview
 from pdx.wire.proxy import Arriving, EngineReport, NodeReport, PeerList, Prefilled, decode_from_proxy
 
 DEADLINE_S = 10.0
@@ -60,6 +64,17 @@ class Ahead(asyncio.SelectorEventLoop):
         if not self._ready and timers:
             self.now = max(self.now, min(timers))
         super()._run_once()
+
+
+class Clock(WakingClock):
+    """A proxy's clock, which a test sets forward."""
+
+    def __init__(self):
+        super().__init__(0.1, time.monotonic)
+        self.ahead_s = 0.0
+
+    def __call__(self):
+        return super().__call__() + self.ahead_s
 
 
 async def dial(url):
@@ -116,21 +131,22 @@ class Node:
 
     async def cancelled(self):
         """The transfer named by the next Cancel."""
-        return (await self._next(messages.Cancel)).transfer
+        return (await self.heard(messages.Cancel)).transfer
 
     async def prefilled(self):
         """The transfer named by the next Prefilled."""
-        return (await self._next(Prefilled)).transfer
+        return (await self.heard(Prefilled)).transfer
 
     async def arriving(self):
         """The session named by the next Arriving."""
-        return (await self._next(Arriving)).session
+        return (await self.heard(Arriving)).session
 
     async def peers(self):
         """The names and addresses in the next PeerList."""
-        return {peer.name: peer.address for peer in (await self._next(PeerList)).peers}
+        return {peer.name: peer.address for peer in (await self.heard(PeerList)).peers}
 
-    async def _next(self, kind, seconds=DEADLINE_S):
+    async def heard(self, kind, seconds=DEADLINE_S):
+        """The next message of this kind; others are passed by."""
         while True:
             message = decode_from_proxy(await within(self.socket.recv(), seconds))
             if isinstance(message, kind):
@@ -178,7 +194,7 @@ class Cluster:
 
     def pass_time(self, seconds):
         """By the proxy's clock."""
-        self.proxy.env.clock._passed_s += seconds
+        self.proxy.env.clock.ahead_s += seconds
 
     async def outlast(self, request):
         """What becomes of a request though an engine hangs: while one does, the proxy's clock goes past its limits."""
@@ -198,6 +214,10 @@ class Cluster:
     async def tell(self, path):
         """What the administrator is told."""
         return await self.get(path, self.admin)
+
+    async def overview(self):
+        """What the status page shows."""
+        return msgspec.json.decode((await self.tell("/status.json"))[1], type=Overview)
 
     async def timeline(self, transfer):
         return json.loads((await self.tell(f"/pdx/requests/{transfer}"))[1])
@@ -277,10 +297,11 @@ async def cluster(
     settings.setdefault("debug_headers", True)
     address = f"ipc://{folder}/p.sock"
     patched = [mock.patch.object(health, "PROBE_S", probe_s), mock.patch.object(leg, "CONNECT_S", connect_s)]
-    patched.append(mock.patch.object(app, "_LOOK_S", 0.05))
+    patched.append(mock.patch.object(app, "LOOK_S", 0.05))
+    patched.append(mock.patch.object(status, "WAIT_S", 0.02))  # for nodes, which do not answer
     for each in patched:
         each.start()
-    proxy = Proxy(ProxyConfig(port=0, control=address, **settings))
+    proxy = Proxy(ProxyConfig(port=0, control=address, **settings), Env(Clock(), log=app.log))
     settle_with(proxy._control, [*prefill, *decode])
     http = HttpServer(proxy.app(), proxy.env, **dict(served))
     admin = HttpServer(proxy.admin_app(), proxy.env)
@@ -315,7 +336,7 @@ async def cluster(
 @functools.cache
 def first_series():
     """Those of a proxy that has just begun."""
-    return counter_series(Proxy(ProxyConfig(control="ipc:///nowhere/p.sock")))
+    return counter_series(Proxy(ProxyConfig(control="ipc:///nowhere/p.sock"), Env()))
 
 
 def counter_series(proxy):

@@ -1,4 +1,4 @@
-"""A proxy with as many nodes, engines and requests as a test wants, of which nothing is real but the proxy.
+"""A status page of as many nodes, engines and requests as a test wants, of which nothing is real but the page.
 
 `python tests/proxy/status_stage.py 127.0.0.1:8001` serves one, to be looked at.
 """
@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 import sys
-import tempfile
 import time
 from contextlib import asynccontextmanager
 from unittest import mock
 
+from aiohttp import web
+
 from pdx.proxy import status
-from pdx.proxy.app import Proxy
+from pdx.proxy.admission import Admission
+from pdx.proxy.cache.routes import CacheControl
 from pdx.proxy.config import ProxyConfig
-from pdx.proxy.health import EngineState
+from pdx.proxy.engines import Engines
+from pdx.proxy.exchange import Drain, Seat
+from pdx.proxy.health import EngineState, Health
+from pdx.proxy.leg import Legs
+from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Mode
 from pdx.proxy.routes import Route
 from pdx.proxy.server import Server
-from pdx.proxy.timelines import Fallback, Timeline
+from pdx.proxy.status import StatusPage
+from pdx.proxy.timelines import Fallback, Timeline, Timelines
+from pdx.telemetry.env import Env
 from pdx.telemetry.timeline import Event, Moment
 from pdx.wire import messages
 from pdx.wire.proxy import EngineReport, NodeReport, Reply, decode_to_proxy
@@ -139,76 +146,118 @@ def timeline_of(number, nodes, now_ns, *, hostile=False, chance=None):
     )
 
 
-def populate(proxy, nodes, requests, *, hostile=False):
-    """Nodes answer as through their sockets, from bytes."""
-    chance = random.Random(7)
-    replies = {}
-    for number in range(nodes):
+class Nodes:
+    """In place of the control socket: nodes that have reported answer as through it, from bytes."""
+
+    def __init__(self):
+        self.replied = None
+        self.asked = []
+        self.answers = {}
+
+    def members(self):
+        return None
+
+    def order(self, node, said):
+        self.asked.append(node)
+        if node not in self.answers:
+            return "it is not connected"
+        if (status := self.answers[node]) is not None:
+            reply = decode_to_proxy(messages.encode(Reply(said.number, status)))
+            asyncio.get_running_loop().call_soon(self.replied, node, reply)
+        return ""
+
+
+class Shown:
+    """The page, and the parts of a proxy that it shows; `url` is where."""
+
+    url = ""
+
+    def __init__(self, **settings):
+        config = ProxyConfig(**{"heartbeat_timeout_s": 1e6, **settings})
+        self.now = 1e4
+        self.env = Env(lambda: self.now)
+        self.health = Health(self.env, silence_s=60.0)
+        self.engines = Engines(
+            self.env, self.health, prefill=(), decode=(), heartbeat_timeout_s=config.heartbeat_timeout_s
+        )
+        self.nodes = Nodes()
+        self.cache = CacheControl(
+            config,
+            self.nodes,
+            self.env,
+            engines=self.engines,
+            legs=Legs(self.health, config),
+            metrics=Metrics(self.env, engines=self.engines, dropped={}),
+            chunks=None,
+        )
+        self.nodes.replied = self.cache.orders.replied
+        self.timelines = Timelines()
+        seat = Seat.alone()
+        self.page = StatusPage(
+            config,
+            self.env,
+            engines=self.engines,
+            timelines=self.timelines,
+            cache=self.cache,
+            admission=Admission(config, self.env, seat),
+            drain=Drain(seat),
+        )
+
+    def populate(self, nodes, requests, *, hostile=False):
+        chance = random.Random(7)
+        for number in range(nodes):
+            self._join(number, nodes, hostile=hostile)
+        now_ns = time.monotonic_ns()
+        made = [timeline_of(number, nodes, now_ns, hostile=hostile, chance=chance) for number in range(requests)]
+        for each in sorted(made, key=lambda one: one.moments[0].at_ns):
+            self.timelines.begin(each)
+        for each in made[:12]:
+            ended = timeline_of(chance.randrange(1000), nodes, now_ns - 5000 * MS, hostile=hostile, chance=chance)
+            self.timelines.begin(ended)
+            self.timelines.end(ended, "ok", now_ns - 5000 * MS)
+            why = chance.choice(["prefill_timeout", "no_prefiller", "layouts"])
+            self.timelines.fallbacks.appendleft(Fallback(each.transfer, why, now_ns - int(chance.random() * 1e11)))
+
+    def _join(self, number, nodes, *, hostile):
         name, role = name_of(number, hostile), "prefill" if number % 2 == 0 else "decode"
         engine = f"{name}-engine"[:256] if hostile else f"llama-{number}"
-        report = NodeReport(
-            messages.VERSION,
-            name,
-            1,
-            64 * GIB,
-            GIB,
-            [EngineReport(engine, role, url_of(number), number % 3)],
-            [],
-            reaches=[name_of(each, hostile) for each in range(nodes)],
-        )
-        proxy._take_report(report)
+        told = [EngineReport(engine, role, url_of(number), number % 3)]
+        reaches = [name_of(each, hostile) for each in range(nodes)]
+        report = NodeReport(messages.VERSION, name, 1, 64 * GIB, GIB, told, [], reaches=reaches)
+        self.cache.report(report)
+        self.engines.report(report)
         if number % 25 != 24:
-            replies[name] = node_status(number, nodes, hostile=hostile)
-        record = proxy._health.of(url_of(number))
+            self.nodes.answers[name] = node_status(number, nodes, hostile=hostile)
+        record = self.health.of(url_of(number))
         record.state = EngineState.SUSPECT if number % 31 == 30 else EngineState.WELL
         record.models = dict.fromkeys([HOSTILE[number % len(HOSTILE)]] if hostile else ["meta-llama/Llama-3.1-8B"])
         record.computing.moved(8000 + number, 0, 10**9)
-    loop = asyncio.get_running_loop()
-    asked = []
-
-    def order(node, said):
-        asked.append(node)
-        if node in replies:
-            frame = messages.encode(Reply(said.number, replies[node]))
-            loop.call_soon(lambda: proxy._take(node, decode_to_proxy(frame)))
-        return "" if node in replies else "it is not connected"
-
-    proxy._control.order = order
-    now_ns = time.monotonic_ns()
-    made = [timeline_of(number, nodes, now_ns, hostile=hostile, chance=chance) for number in range(requests)]
-    for each in sorted(made, key=lambda one: one.moments[0].at_ns):
-        proxy._timelines.begin(each)
-    for each in made[:12]:
-        ended = timeline_of(chance.randrange(1000), nodes, now_ns - 5000 * MS, hostile=hostile, chance=chance)
-        proxy._timelines.begin(ended)
-        proxy._timelines.end(ended, "ok", now_ns - 5000 * MS)
-        why = chance.choice(["prefill_timeout", "no_prefiller", "layouts"])
-        proxy._timelines.fallbacks.appendleft(Fallback(each.transfer, why, now_ns - int(chance.random() * 1e11)))
-    return asked
 
 
 @asynccontextmanager
 async def serving(nodes=2, requests=3, *, hostile=False, address="127.0.0.1:0", **settings):
-    """(proxy, URL of --admin, names of nodes that were asked). What is there has time to answer."""
-    folder = tempfile.mkdtemp(prefix="pdxs")
-    settings.setdefault("heartbeat_timeout_s", 1e6)
-    proxy = Proxy(ProxyConfig(control=f"ipc://{folder}/p.sock", **settings))
-    asked = populate(proxy, nodes, requests, hostile=hostile)
-    server = Server(proxy.admin_app(), proxy.env)
+    """What is there has time to answer."""
+    shown = Shown(**settings)
+    shown.populate(nodes, requests, hostile=hostile)
+    app = web.Application()
+    shown.page.install(app)
+    server = Server(app, shown.env)
     await server.start(address)
+    shown.url = server.url
     try:
         with mock.patch.object(status, "WAIT_S", 60.0):
-            yield proxy, server.url, asked
+            yield shown
     finally:
         await server.close()
-        shutil.rmtree(folder)
 
 
 async def _main(address, nodes="4", requests="7", hostile=""):
-    async with serving(int(nodes), int(requests), hostile=bool(hostile), address=address) as (_, url, _asked):
-        sys.stdout.write(f"{url}\n")
+    async with serving(int(nodes), int(requests), hostile=bool(hostile), address=address) as shown:
+        sys.stdout.write(f"{shown.url}\n")
         sys.stdout.flush()
-        await asyncio.Event().wait()
+        while True:
+            await asyncio.sleep(1)
+            shown.now += 1
 
 
 if __name__ == "__main__":

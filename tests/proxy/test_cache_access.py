@@ -71,7 +71,7 @@ def test_a_token_file_that_is_wrong_is_refused_at_the_start(tmp_path, text, mode
         file.write_text(text)
         file.chmod(mode)
     with pytest.raises(ConfigError, match=why) as raised:
-        Proxy(ProxyConfig(control=f"ipc://{tmp_path}/p.sock", cache_token_file=str(file)))
+        Proxy(ProxyConfig(control=f"ipc://{tmp_path}/p.sock", cache_token_file=str(file)), Env())
     assert not text or text not in str(raised.value)
 
 
@@ -81,8 +81,7 @@ async def test_wrong_tokens_of_one_address_are_bounded(one, monkeypatch):
         assert (await one.post("health", token="x" * 32))[0] == 401
     assert (await one.post("health", token="y" * 32))[0] == 429
     assert (await one.post("health"))[0] == 429, "or guesses would go on"
-    clock = one.made.proxy._cache.access
-    clock._clock = lambda: one.made.proxy.env.clock() + access.WINDOW_S
+    one.made.pass_time(access.WINDOW_S)
     assert (await one.listed())[0] == 200
 
 

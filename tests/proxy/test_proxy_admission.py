@@ -14,9 +14,11 @@ from test_proxy_workers import PATIENT_S, workers
 
 from pdx.errors import ConfigError, RequestRefused
 from pdx.proxy import admission
-from pdx.proxy.admission import MAX_NAMES, Key, _Uses, load_keys
+from pdx.proxy.admission import MAX_NAMES, Admission, Key, _Uses, load_keys
+from pdx.proxy.config import ProxyConfig
 from pdx.proxy.exchange import KEY_ROWS, Seat
 from pdx.security import reread
+from pdx.telemetry.env import Env
 
 ALICE, BOB, FRESH = "a" * 64, "sk-" + "b" * 48, "c" * 32
 
@@ -182,7 +184,7 @@ async def test_a_key_has_so_many_requests_at_a_time(keys):
         made.release()
         answers = await within(asyncio.gather(*busy, return_exceptions=True))
         assert [each[0] for each in answers if isinstance(each, tuple) and each[0] != 429] == [200] * 3
-        assert set(made.proxy.admission._uses._cells[2::3]) == {0}
+        assert set(made.proxy.drain.seat.uses[2::3]) == {0}
 
 
 def test_a_key_has_so_many_requests_in_a_minute():
@@ -269,16 +271,14 @@ async def test_a_body_that_does_not_come_keeps_nobody_waiting():
 
 
 async def test_nobody_waits_for_longer_than_an_engine_may_take():
-    async with cluster(max_concurrent=1, max_queue=1, first_byte_timeout_s=600.0) as made:
-        made.prefill.fault = made.decode.fault = "hold"
-        first = asyncio.create_task(made.post(COMPLETIONS, BODY))
-        await within(made.prefill.arrived.wait())
-        made.proxy.admission._wait_s = 0.1
-        status, _, raw = await made.post(COMPLETIONS, BODY)
-        assert (status, json.loads(raw)["error"]["message"]) == (429, "the request has waited 0.1 s for its turn")
-        made.release()
-        assert (await within(first))[0] == 200
-        assert (await made.post(COMPLETIONS, BODY))[0] == 200
+    made = Admission(ProxyConfig(max_concurrent=1, max_queue=1, first_byte_timeout_s=0.1), Env(), Seat.alone())
+    async with made.turn({}):
+        with pytest.raises(RequestRefused, match="the request has waited 0.1 s for its turn") as told:
+            async with made.turn({}):
+                pass
+        assert (told.value.status, made.waiting) == (429, 0)
+    async with made.turn({}):
+        pass
 
 
 async def test_those_who_wait_are_told_when_the_proxy_ends():

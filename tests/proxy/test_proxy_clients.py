@@ -30,6 +30,7 @@ from pdx.errors import ConfigError
 from pdx.proxy.server import Server
 from pdx.telemetry.env import Env
 from pdx.telemetry.names import METRICS
+from pdx.wire.proxy import PeerList
 
 PHASES = {
     "prefill": ("prefill", "hang", COMPLETIONS, BODY),
@@ -150,7 +151,7 @@ async def test_headers(made):
         assert passed.get("x-data-parallel-rank") == ("3" if engine is made.decode else None)
         assert not {"cookie", "x-secret"} & set(passed)
     transfer = headers["x-pdx-transfer-id"]
-    assert (len(transfer), transfer.startswith(made.proxy._control.tag)) == (40, True)
+    assert (len(transfer), transfer.startswith((await made.node.heard(PeerList)).tag)) == (40, True)
     _, headers, _ = await made.post(COMPLETIONS, BODY, headers={"X-Request-Id": "evil id\x80"})
     assert headers["x-pdx-transfer-id"] != transfer
     assert "evil" not in str(made.prefill.seen[-1][2])

@@ -14,7 +14,6 @@ from proxy_harness import cluster, until, within
 
 from pdx.errors import ConfigError
 from pdx.proxy.control import Control
-from pdx.security.peer_socket import PeerSocket
 from pdx.wire import messages
 from pdx.wire.messages import Cancel, Mark
 from pdx.wire.proxy import Follow, NodeReport
@@ -74,32 +73,34 @@ async def test_a_cancel_goes_to_the_nodes_of_its_transfer_and_survives_one_that_
         assert made.drops == []
 
 
-async def test_what_a_node_does_not_read_is_lost_to_it_and_counted(made):
+async def test_what_a_node_does_not_read_is_lost_to_it_and_counted(tmp_path):
     """It holds nobody up, and nothing piles up for it."""
-    deaf = made.other_node("deaf")
-    await deaf.report()
-    await made.metric_reaches(2, "pdx_proxy_reports_total")
-    most, sent = 100_000, 0
-    while not made.proxy._control.dropped and sent < most:
-        made.proxy._control.tell(Cancel(f"{sent:032d}"), {"deaf"})
-        sent += 1
-    assert sent < most
-    await made.metric_reaches(1, "pdx_proxy_control_dropped_total", reason="peer_full")
-    made.proxy._control.tell(Cancel(TRANSFER), {""})
-    assert await made.node.cancelled() == TRANSFER
+    with control_stage(f"ipc://{tmp_path}/c/p.sock") as made:
+        nodes = deaf, other = [made.node(name) for name in ("deaf", "other")]
+        for node in nodes:
+            await node.report()
+        await until(lambda: len(made.reports) == 2)
+        most, sent = 100_000, 0
+        while not made.drops and sent < most:
+            made.control.tell(Cancel(f"{sent:032d}"), {"deaf"})
+            sent += 1
+        assert sent < most
+        assert made.drops == ["peer_full"]
+        made.control.tell(Cancel(TRANSFER), {""})
+        assert await other.cancelled() == TRANSFER
 
 
-async def test_only_the_node_that_is_followed_hears_of_it_whatever_its_name(made):
+async def test_only_the_node_that_is_followed_hears_of_it_whatever_its_name(tmp_path):
     """Else a node without a name has all others begin anew, again and again."""
-    nameless = made.other_node()
-    nameless.name = ""
-    await nameless.report()
-    await made.metric_reaches(2, "pdx_proxy_reports_total")
-    made.proxy._control.follow("", Follow(1))
-    made.proxy._control.follow("node", Follow(2))
-    made.proxy._control.follow("nobody", Follow(3))
-    assert (await nameless._next(Follow)).stream == 1
-    assert (await made.node._next(Follow)).stream == 2
+    with control_stage(f"ipc://{tmp_path}/c/p.sock") as made:
+        nodes = nameless, named = [made.node(name) for name in ("", "node")]
+        for node in nodes:
+            await node.report()
+        await until(lambda: len(made.reports) == 2)
+        for name, stream in (("", 1), ("node", 2), ("nobody", 3)):
+            made.control.follow(name, Follow(stream))
+        assert (await nameless.heard(Follow)).stream == 1
+        assert (await named.heard(Follow)).stream == 2
 
 
 async def test_no_message_is_left_lying(tmp_path):
@@ -179,21 +180,21 @@ async def test_what_goes_wrong_in_the_control_socket_ends_nothing(tmp_path, monk
             super().take(node, message)
 
     with control_stage(f"ipc://{tmp_path}/c/p.sock", Stage) as made:
-        counters, nodes = made.env.counters, [made.node(name) for name in ("bad", "one", "two")]
+        counters, nodes = made.env.counters, [made.node(name, route=name.encode()) for name in ("bad", "one", "two")]
         await nodes[0].report()
         await until(lambda: counters["internal_errors"])
         for node in nodes[1:]:
             await node.report()
         await until(lambda: len(made.reports) == 2)
         assert counters["internal_errors"] == 1
-        post, bad = PeerSocket.post, next(iter(made.control._peers))
+        send = zmq.Socket.send_multipart
 
-        def failing(self, route, frame):
-            if route == bad:
+        def failing(self, frames, *how, **more):
+            if frames[0] == b"bad":
                 raise zmq.ZMQError(zmq.EFSM)
-            return post(self, route, frame)
+            return send(self, frames, *how, **more)
 
-        monkeypatch.setattr(PeerSocket, "post", failing)
+        monkeypatch.setattr(zmq.Socket, "send_multipart", failing)
         made.control.tell(Cancel(TRANSFER), {""})
         assert counters["internal_errors"] == 2
         assert await nodes[1].cancelled() == await nodes[2].cancelled() == TRANSFER
@@ -214,7 +215,7 @@ async def test_silent_nodes_are_noticed_although_telling_others_failed(monkeypat
 
         monkeypatch.setattr(Control, "send_peers", failing)
         assert json.loads((await made.get("/health"))[1])["nodes"] == 1
-        made.proxy._told_peers = {("nobody", 1): None}  # so that there is news
+        await made.other_node().report(listen="tcp://127.0.0.1:1")  # so that there is news
         await until(lambda: not failures)
         made.pass_time(601.0)
 

@@ -300,7 +300,7 @@ def test_an_engine_that_does_not_answer_is_asked_every_few_seconds_however_long_
 
 
 def test_another_life_of_an_engine_is_looked_at_anew(clock, found):
-    health = found._health
+    health = found.health
     found.report(report(A))
     health.probed(health.of("http://a:1"), "")
     record = health.of("http://a:1")

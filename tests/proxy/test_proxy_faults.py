@@ -114,7 +114,7 @@ async def test_connect_timeout():
         async with cluster(prefills=0, decode=(), named=False, connect_s=0.3, heartbeat_timeout_s=60.0) as made:
             await made.node.report(("trap", "prefill", url), ("d", "decode", made.decode.url))
             await made.metric_reaches(1, "pdx_proxy_engines", role="decode")
-            made.proxy._health.of(url).models = {"hash": None}
+            made.proxy.engines.health.of(url).models = {"hash": None}
             status, headers, _ = await made.post(COMPLETIONS, BODY)
             assert (status, headers["x-pdx-mode"]) == (200, "alone")
             assert await made.metric("pdx_proxy_fallbacks_total", reason="prefill_connect_timeout") == 1

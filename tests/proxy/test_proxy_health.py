@@ -89,12 +89,14 @@ async def test_a_request_that_fails_everywhere_pardons_no_broken_connection():
 
 async def test_what_the_proxy_lacks_is_no_engines_fault():
     connect = aiohttp.TCPConnector.connect
-    async with cluster() as made:
-        records = [made.proxy._health.of(engine.url) for engine in (made.prefill, made.decode)]
+    async with cluster(heartbeat_timeout_s=1e9) as made:
+        urls = {made.prefill.url, made.decode.url}
         for lack in OWN_LACK:
 
-            async def lacking(connector, request, *rest, lack=lack, **more):
-                if str(request.url.origin()) in (made.prefill.url, made.decode.url):
+            async def lacking(connector, request, *rest, lack=lack, probed=(probed := set()), **more):
+                if (origin := str(request.url.origin())) in urls:
+                    if request.url.path == "/health":
+                        probed.add(origin)
                     raise aiohttp.ClientConnectorError(request.connection_key, OSError(lack, "lacking"))
                 return await connect(connector, request, *rest, **more)
 
@@ -104,9 +106,8 @@ async def test_what_the_proxy_lacks_is_no_engines_fault():
                     assert (status, headers["Retry-After"]) == (503, "1")
                     assert json.loads(raw)["error"]["code"] == 503
                 assert (await made.get("/v1/models"))[0] == 503
-                for record in records:
-                    record.probe_at = 0.0
-                await until(lambda: all(record.probe_at for record in records))
+                made.pass_time(5000.0)
+                await until(lambda probed=probed: probed == urls)
             assert await made.metric("pdx_proxy_exhausted_total", lack=errno.errorcode[lack]) == 3
         assert json.loads((await made.get("/health"))[1])["decoders"] == 1
         status, headers, _ = await made.post(COMPLETIONS, BODY)
@@ -153,7 +154,7 @@ def probes_of(clock, known, ask):
     """The probes of these engines, and their health."""
     env = Env(clock)
     health = Health(env, silence_s=60.0)
-    return Probes(health, Mock(ask=ask), env, engines=Mock(all=lambda: known), first_byte_timeout_s=600.0), health
+    return Probes(Mock(all=lambda: known, health=health), Mock(ask=ask), env, first_byte_timeout_s=600.0), health
 
 
 @pytest.mark.parametrize("well", [0, 1])

@@ -35,7 +35,7 @@ def explained(request, *verdicts):
 
 
 async def asked_why(node):
-    order = await node._next(Order)
+    order = await node.heard(Order)
     assert (order.number, type(order.verb)) == (0, Why)
     return order.verb
 
@@ -76,7 +76,7 @@ async def test_a_node_hears_of_the_session_within_its_tenant(made):
         ({"X-Session-ID": "other"}, {"pdx_hints": {"version": 1}, "cache_salt": 5}, ("other", "")),
     ):
         tell = asyncio.create_task(made.post(COMPLETIONS, {**BODY, **salt}, headers=session))
-        arriving = await made.node._next(Arriving)
+        arriving = await made.node.heard(Arriving)
         assert (arriving.session, arriving.salt) == (digest(told[0]), tenant(told[1]))
         if "pdx_hints" in salt and salt["pdx_hints"] is SAID:
             await answer(made.node)

@@ -20,8 +20,12 @@ ESTABLISHED, KEEPALIVE = "01", "02"  # a connection's state, and its timer, in /
 ENGINE = Engine(url="http://e", name="e", prefills=True, decodes=True, named=True)
 
 
-def legs_of(session, clock):
-    made = Legs(Health(Env(clock), silence_s=120.0), ProxyConfig())
+def health_by(clock):
+    return Health(Env(clock), silence_s=120.0)
+
+
+def legs_of(session, health):
+    made = Legs(health, ProxyConfig())
     made.session = session
     return made
 
@@ -52,7 +56,7 @@ def test_a_connection_may_take_its_time_of_this_process(ran_s, times, asked):
         now += ran_s
 
     session = StoppedWhileConnecting(times, passes)
-    legs = legs_of(session, lambda: now)
+    legs = legs_of(session, health_by(lambda: now))
 
     async def main():
         async with legs.post(ENGINE, Asked("/v1/completions", b""), headers={}) as answer:
@@ -85,7 +89,9 @@ class Alone:
         self.now = 0.0
         self.is_whole = is_whole
         self.session = Silence()
-        self.legs = legs_of(self.session, lambda: self.now)
+        health = health_by(lambda: self.now)
+        self.record = health.of(ENGINE.url)
+        self.legs = legs_of(self.session, health)
         self.read = 0
         self.may_read = asyncio.Event()
         self.may_read.set()
@@ -116,7 +122,7 @@ async def test_a_stream_may_last_as_long_as_bytes_come():
     assert not alone.task.done()
     alone.session.bytes.put_nowait(b"")
     await alone.task
-    assert alone.legs._health.of(ENGINE.url).failures == 0
+    assert alone.record.failures == 0
 
 
 @pytest.mark.parametrize(
@@ -130,14 +136,14 @@ async def test_an_engine_that_is_silent_for_too_long_is_suspect(data, limit, is_
     await alone.after(1)
     with pytest.raises(LegFailed, match=f"timeout: nothing for {limit} s"):
         await within(alone.task)
-    assert alone.legs._health.of(ENGINE.url).state is EngineState.SUSPECT
+    assert alone.record.state is EngineState.SUSPECT
 
 
 @pytest.mark.parametrize(("is_whole", "others"), [(True, False), (True, True), (False, False)])
 async def test_silence_over_a_whole_answer_has_the_engine_probed(is_whole, others):
     """Not one from which others hear, nor where the limit of a first byte finds out."""
     alone = Alone(is_whole=is_whole)
-    record = alone.legs._health.of(ENGINE.url)
+    record = alone.record
     await alone.after(0)
     await alone.after(599)
     assert not record.unproven
@@ -177,14 +183,14 @@ async def test_a_client_that_takes_nothing_is_not_the_engines_fault():
     await alone.after(121, b"x")
     with pytest.raises(ClientGone, match="120 s"):
         await within(alone.task)
-    assert not alone.legs._health.of(ENGINE.url).avoided
+    assert not alone.record.avoided
 
 
 async def test_a_small_answer_has_one_limit_for_all_of_it():
     """An engine whose `GET /health` sends a byte now and then would be probed for ever."""
     now = 0.0
     session = Silence()
-    legs = legs_of(session, lambda: now)
+    legs = legs_of(session, health_by(lambda: now))
     asked = asyncio.create_task(legs.ask(ENGINE, "/health", headers={}, timeout_s=5.0))
     for _ in range(5):
         assert not asked.done()
@@ -199,7 +205,9 @@ async def test_a_small_answer_has_one_limit_for_all_of_it():
 @pytest.mark.parametrize("how", ["asked", "refused", "read"])
 async def test_what_comes_in_one_piece_is_not_read_without_end(how):
     session = Silence(status=500 if how == "refused" else 200)
-    legs = legs_of(session, lambda: 0.0)
+    now = 0.0
+    health = health_by(lambda: now)
+    legs = legs_of(session, health)
     piece = b"x" * (1 << 20 if how != "read" else 1 << 24)
     for _ in range(64):
         session.bytes.put_nowait(piece)
@@ -211,4 +219,6 @@ async def test_what_comes_in_one_piece_is_not_read_without_end(how):
     with pytest.raises(LegFailed, match="malformed"):
         await within(legs.ask(ENGINE, "/health", headers={}, timeout_s=5.0) if how == "asked" else posted())
     assert session.bytes.qsize() > 40
-    assert not legs._under_way
+    now = 1e9
+    legs.end_silent()  # of a leg that is over there is nothing to end
+    assert health.of(ENGINE.url).in_flight == 0

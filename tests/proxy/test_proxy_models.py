@@ -96,7 +96,7 @@ async def test_an_engine_whose_list_does_not_come_keeps_a_request_waiting_once(m
             return asyncio.create_task(made.post(COMPLETIONS, body, headers={"Authorization": "Bearer k"}))
 
         first = ask()
-        await until(lambda: silent.listed > listed and made.proxy._health.of(made.decode.url).models)
+        await until(lambda: silent.listed > listed and made.proxy.engines.health.of(made.decode.url).models)
         made.pass_time(probe._LIST_S)
         assert [(await first)[0], (await ask())[0], (await ask())[0]] == [200] * 3
         assert silent.listed == listed + 1
@@ -115,6 +115,6 @@ async def test_an_engine_that_is_well_is_not_asked_for_its_list_with_each_probe(
         await until(lambda: len(made.decode.probed) >= 5)
         assert made.decode.listed == 1
         made.decode.health = 503
-        await until(lambda: made.proxy._health.of(made.decode.url).state == "suspect")
+        await until(lambda: made.metric_is(0, "pdx_proxy_engine_ready", url=made.decode.url))
         made.decode.health = 200
         await until(lambda: made.decode.listed == 2)

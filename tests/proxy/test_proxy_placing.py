@@ -12,6 +12,7 @@ from pdx.proxy.config import Routing
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Record
 from pdx.proxy.placing import Prompt, cost
+from pdx.proxy.status import FRESH_S
 from pdx.telemetry.rate import Rate
 from pdx.wire.tokens import chunk_keys
 from pdx.wire.verbs import Model
@@ -82,7 +83,6 @@ async def pairs(routing=Routing.PREFIX, **settings):
             roles = (("prefill", made.prefills[at]), ("decode", made.decodes[at]))
             await each.report(*((one.name, role, one.url) for role, one in roles), naming=naming)
             await until(lambda name=each.name: _count_of(made, name) == 2)  # whose they are, the first one says
-        await until(lambda: len(made.proxy._cache.instances.models()) == 4)
         await until(lambda: made.proxy.engines.node_names() == {"node", "other"})
         for engine in (*made.prefills, *made.decodes):
             await made.metric_reaches(1, "pdx_proxy_engine_ready", url=engine.url)
@@ -100,7 +100,7 @@ def _patient(monkeypatch):
 def load(made, *urls, tokens=100, pace=1000):
     """As though these engines had so much to compute, at a known pace."""
     for engine in (*made.prefills, *made.decodes):
-        found = made.proxy._health.of(engine.url)
+        found = made.proxy.engines.health.of(engine.url)
         found.computing = Rate(pace, 1_000_000_000, 1 << 62)
         found.loading = Rate(100_000, 1_000_000_000, 1 << 62)
         found.backlog = tokens if engine.url in urls else 0
@@ -201,7 +201,9 @@ async def test_a_prompt_that_is_being_computed_counts_as_there(monkeypatch):
         for engine in (*made.prefills, *made.decodes):
             engine.released.set()
         await asyncio.gather(*asking)
-        assert not made.proxy._relay.locating._coming._keys
+        at = max((0, 1), key=lambda at: len(made.prefills[at].bodies))
+        load(made, made.prefills[at].url)
+        assert (await served(made, new))[0] != at, "it is computed, and no node has told of it"
 
 
 # ---- what clients and engines may send -------------------------------------------------------
@@ -223,7 +225,6 @@ async def test_a_prompt_without_keys_is_served():
             raw = b'{"temperature":0,"max_tokens":4,%s}' % said
             async with made.client.post(made.url + COMPLETIONS, data=raw, headers=kind) as response:
                 assert response.status == (404 if b"model" in said else 200), await response.read()
-        assert not made.proxy._relay.locating._coming._keys
 
 
 async def test_an_engine_that_makes_no_tokens_is_not_asked_again_and_again():
@@ -245,8 +246,7 @@ async def test_the_pace_is_of_prompts_that_were_computed(more, status, is_known)
     async with pairs() as made:
         answer, *_ = await made.post(COMPLETIONS, {**IDS, "prompt": [1] * 64, "stream": True, **more})
         assert answer == status
-        records = [made.proxy._health.of(each.url) for each in (*made.prefills, *made.decodes)]
-        assert any(record.computing.is_known for record in records) == is_known
+        assert any(engine.tokens_s for engine in (await made.overview()).engines) == is_known
 
 
 async def test_pictures_are_not_looked_at_once_more_for_their_tokens():
@@ -268,13 +268,13 @@ async def test_no_prompt_is_estimated_longer_than_engines_take_and_backlogs_end_
         body = {"messages": [{"role": "user", "content": "x" * 100_000}], "max_tokens": 4}
         asking = asyncio.create_task(made.post(CHAT, body))
         await until(lambda: any(each.bodies for each in made.prefills))
-        records = [made.proxy._health.of(each.url) for each in made.prefills]
-        assert sorted(each.backlog for each in records) == [0, made.prefill.server.model_len]
+        assert {0, made.prefill.server.model_len} == {each.backlog_tokens for each in (await made.overview()).engines}
         for engine in (*made.prefills, *made.decodes):
             engine.fault = None
             engine.released.set()
         await asking
-        assert [each.backlog for each in records] == [0, 0]
+        made.pass_time(FRESH_S)
+        assert {each.backlog_tokens for each in (await made.overview()).engines} == {0}
 
 
 async def test_an_adapter_has_other_chunks_than_its_model():
@@ -283,8 +283,7 @@ async def test_an_adapter_has_other_chunks_than_its_model():
         engines = [*made.prefills, *made.decodes]
         for engine in engines:
             engine.models_served, engine.adapters = ["hash", "tuned"], {"tuned"}
-            found = next(each for each in made.proxy.engines.all() if each.url == engine.url)
-            await made.proxy._probes.learn(found, {})
+        assert (await made.get("/v1/models"))[0] == 200  # which has all of them asked
         load(made, made.prefills[1].url)
         assert await served(made, {**IDS, "model": "hash"}) == (None, "alone")
         at, params = await served(made, {**IDS, "model": "tuned"})

@@ -19,6 +19,7 @@ from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.traces import chosen
 from pdx.telemetry import otlp
+from pdx.telemetry.env import Env
 from pdx.telemetry.otlp import Collector
 from pdx.telemetry.span import Span
 from pdx.wire.messages import Mark
@@ -335,7 +336,7 @@ def test_a_proxy_without_the_package_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "pdx.telemetry.otlp")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint http://x: .*opentelemetry.*pip install"):
-        Proxy(ProxyConfig(otlp_traces_endpoint="http://x"))
+        Proxy(ProxyConfig(otlp_traces_endpoint="http://x"), Env())
 
 
 @pytest.mark.parametrize(
@@ -349,7 +350,7 @@ def test_a_setting_that_is_none_is_refused(monkeypatch, name, value, why):
     monkeypatch.setenv(name, value)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://x")
     with pytest.raises(ConfigError, match=why):
-        Proxy(ProxyConfig())
+        Proxy(ProxyConfig(), Env())
 
 
 async def test_workers_send_by_grpc(tmp_path, monkeypatch):

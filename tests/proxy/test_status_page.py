@@ -28,18 +28,10 @@ from pdx.proxy.plan import Mode
 from pdx.proxy.routes import Route
 from pdx.proxy.timelines import KEPT, LAST, Timeline, Timelines
 from pdx.telemetry.timeline import Event, Moment, phases
-from pdx.wire import messages
 from pdx.wire.overview import Overview
-from pdx.wire.proxy import Reply, decode_to_proxy
 from pdx.wire.status import ArenaStatus, NodeStatus, PeerStatus, TierStatus
 
 MOST_BYTES = 200_000  # of page and document together, as they come
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch):
-    """The stand-in node of a cluster does not answer."""
-    monkeypatch.setattr(status, "WAIT_S", 0.02)
 
 
 async def told(url, *, token="", accepts="identity"):
@@ -62,17 +54,12 @@ async def overview(url):
     return msgspec.json.decode(body, type=Overview)
 
 
-def passed(proxy, seconds):
-    clock = proxy._status._clock
-    proxy._status._clock = lambda: clock() + seconds
-
-
 # ---- what it says -------------------------------------------------------------------------------
 
 
 async def test_the_document_says_what_is_there():
-    async with serving(nodes=7, requests=9) as (_, url, _asked):
-        shown = await overview(url)
+    async with serving(nodes=7, requests=9) as stage:
+        shown = await overview(stage.url)
     assert (shown.status, shown.prefillers, shown.decoders) == ("ok", 4, 3)
     first, *others = shown.nodes
     assert [node.name for node in shown.nodes] == [f"node-00{number}" for number in range(7)]
@@ -102,7 +89,7 @@ async def test_a_request_is_shown_until_it_ends_with_what_became_of_it(made):
     asked = asyncio.create_task(made.post(COMPLETIONS, body, headers={"X-Session-ID": "s3cret"}))
 
     async def is_under_way():
-        passed(made.proxy, status.FRESH_S)
+        made.pass_time(status.FRESH_S)
         return (await overview(made.admin)).fallbacks
 
     await until(is_under_way)
@@ -114,16 +101,17 @@ async def test_a_request_is_shown_until_it_ends_with_what_became_of_it(made):
     assert (fallback.id, fallback.why) == (request.id, "prefill_status_5xx")
     made.decode.released.set()
     assert (await asked)[0] == 200
-    passed(made.proxy, status.FRESH_S)
+    made.pass_time(status.FRESH_S)
     shown = await overview(made.admin)
     assert (shown.requests, [each.outcome for each in shown.ended]) == ([], ["ok"])
     assert len(shown.ended[0].phases) == 4
     took = shown.ended[0].phases
     await made.post("/score", {"text_1": "a", "text_2": "b"})
-    passed(made.proxy, status.FRESH_S)
-    whole, before = (await overview(made.admin)).ended
+    made.pass_time(status.FRESH_S)
+    shown = await overview(made.admin)
+    whole, before = shown.ended
+    assert shown.requests == []
     assert (whole.route, before.phases) == ("whole", took), "what has ended does not go on"
-    assert made.proxy._timelines.under_way == {}
 
 
 def test_a_long_request_outlasts_all_that_came_after_it():
@@ -161,42 +149,42 @@ def test_phases_follow_each_other_and_the_last_goes_on(seen, expected):
 
 
 async def test_many_readers_cost_one_document_a_second():
-    async with serving(nodes=3) as (proxy, url, asked):
-        answers = await asyncio.gather(*(told(url) for _ in range(50)))
+    async with serving(nodes=3) as stage:
+        answers = await asyncio.gather(*(told(stage.url) for _ in range(50)))
         assert len({body for _, _, body in answers}) == 1
-        assert sorted(asked) == ["node-000", "node-001", "node-002"]
-        await told(url)
-        assert len(asked) == 3
-        passed(proxy, status.FRESH_S)
-        await asyncio.gather(*(told(url) for _ in range(50)))
-        assert len(asked) == 6
+        assert sorted(stage.nodes.asked) == ["node-000", "node-001", "node-002"]
+        await told(stage.url)
+        assert len(stage.nodes.asked) == 3
+        stage.now += status.FRESH_S
+        await asyncio.gather(*(told(stage.url) for _ in range(50)))
+        assert len(stage.nodes.asked) == 6
 
 
 async def test_a_node_that_does_not_answer_is_told_of_as_it_was():
-    async with serving(nodes=3) as (proxy, url, _asked):
-        before = (await overview(url)).nodes
-        answers = proxy._control.order
-        proxy._control.order = lambda node, said: "" if node == "node-001" else answers(node, said)
-        passed(proxy, status.FRESH_S)
+    async with serving(nodes=3) as stage:
+        before = (await overview(stage.url)).nodes
+        answers = stage.nodes.answers.copy()
+        stage.nodes.answers["node-001"] = None
+        stage.now += status.FRESH_S
         with mock.patch.object(status, "WAIT_S", 0.2):
-            first, *others = (await overview(url)).nodes
+            first, *others = (await overview(stage.url)).nodes
         assert "has not answered for 0.2 s" in first.problem
         assert msgspec.structs.replace(first, problem="") == before[1]
         assert [each.name for each in others] == ["node-000", "node-002"]
-        proxy._control.order = answers
-        passed(proxy, status.FRESH_S)
-        assert not any(node.problem for node in (await overview(url)).nodes)
+        stage.nodes.answers = answers
+        stage.now += status.FRESH_S
+        assert not any(node.problem for node in (await overview(stage.url)).nodes)
 
 
 async def test_of_many_nodes_some_are_asked_at_a_time_and_all_in_turn(monkeypatch):
     monkeypatch.setattr(status, "AT_A_TIME", 4)
-    async with serving(nodes=10) as (proxy, url, asked):
-        shown = await overview(url)
+    async with serving(nodes=10) as stage:
+        shown, asked = await overview(stage.url), stage.nodes.asked
         assert len(asked) == 4
         assert all(node.rooms for node in shown.nodes), "what heartbeats say is known of all"
         for _ in range(2):
-            passed(proxy, status.FRESH_S)
-            await told(url)
+            stage.now += status.FRESH_S
+            await told(stage.url)
         assert len(set(asked)) == 10
         assert len(asked) == 12
 
@@ -204,8 +192,8 @@ async def test_of_many_nodes_some_are_asked_at_a_time_and_all_in_turn(monkeypatc
 async def test_the_document_has_bounds(monkeypatch):
     for name, most in (("MOST_NODES", 2), ("MOST_ENGINES", 3), ("MOST_REQUESTS", 4)):
         monkeypatch.setattr(status, name, most)
-    async with serving(nodes=60, requests=20) as (_, url, _asked):
-        shown = await overview(url)
+    async with serving(nodes=60, requests=20) as stage:
+        shown = await overview(stage.url)
     assert (len(shown.nodes), len(shown.engines), len(shown.requests)) == (2, 3, 4)
     assert (shown.more_nodes, shown.more_engines, shown.more_requests) == (58, 57, 16)
     assert all("is not connected" in node.problem for node in shown.nodes), "what is wrong comes first"
@@ -213,9 +201,20 @@ async def test_the_document_has_bounds(monkeypatch):
 
 
 async def test_other_requests_have_their_turn_while_a_large_one_is_made():
-    async with serving(nodes=0, requests=status.MOST_REQUESTS) as (proxy, _, _asked):
-        steps = sum(1 for _ in proxy._status._overview())
-        assert steps >= status.MOST_REQUESTS // status._STEP
+    async with serving(nodes=0, requests=status.MOST_REQUESTS) as stage:
+        turns = 0
+
+        async def others():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        with mock.patch.object(asyncio, "to_thread", mock.AsyncMock()):  # it is not packed: nobody waits for that
+            beside = asyncio.create_task(others())
+            await stage.page.document()
+        beside.cancel()
+        assert turns >= status.MOST_REQUESTS // 20
 
 
 # ---- who may see it, and what strangers' words do -----------------------------------------------
@@ -225,20 +224,20 @@ async def test_where_there_is_a_token_the_document_needs_it_and_the_page_tells_n
     file = tmp_path / "token"
     file.write_text(TOKEN)
     file.chmod(0o600)
-    async with serving(nodes=2, cache_token_file=str(file)) as (proxy, url, asked):
+    async with serving(nodes=2, cache_token_file=str(file)) as stage:
         for token in ("", "x" * 32):
-            code, headers, body = await told(url, token=token)
+            code, headers, body = await told(stage.url, token=token)
             assert (code, headers["WWW-Authenticate"]) == (401, 'Bearer realm="pdx"')
             assert json.loads(body)["error"]["message"]
-        assert asked == []
-        assert (await told(url, token=TOKEN))[0] == 200
-        assert "node-" not in (await page_of(url))[1]
-        assert proxy.env.counters["controllers_denied"] == 2
+        assert stage.nodes.asked == []
+        assert (await told(stage.url, token=TOKEN))[0] == 200
+        assert "node-" not in (await page_of(stage.url))[1]
+        assert stage.env.counters["controllers_denied"] == 2
 
 
 async def test_the_page_runs_its_own_script_and_nothing_else():
-    async with serving(nodes=0, requests=0) as (_, url, _asked):
-        headers, page = await page_of(url)
+    async with serving(nodes=0, requests=0) as stage:
+        headers, page = await page_of(stage.url)
     for kind in ("script", "style"):
         [part] = re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
@@ -252,8 +251,8 @@ async def test_the_page_runs_its_own_script_and_nothing_else():
 
 
 async def test_strangers_words_can_be_printed_and_are_short():
-    async with serving(nodes=14, requests=14, hostile=True) as (_, url, _asked):
-        _, _, body = await told(url)
+    async with serving(nodes=14, requests=14, hostile=True) as stage:
+        _, _, body = await told(stage.url)
     text = body.decode()
     assert text.isprintable()
     assert not re.search("x{90}", text.replace("x" * 64, ""))
@@ -262,30 +261,22 @@ async def test_strangers_words_can_be_printed_and_are_short():
 
 
 async def test_a_model_of_half_a_character_breaks_nothing():
-    async with serving(nodes=1) as (proxy, url, _asked):
-        proxy._health.of(proxy.engines.all()[0].url).models = {"\ud800": None}
-        assert (await overview(url)).engines[0].models == "\\ud800"
+    async with serving(nodes=1) as stage:
+        stage.health.of(stage.engines.all()[0].url).models = {"\ud800": None}
+        assert (await overview(stage.url)).engines[0].models == "\\ud800"
 
 
 @pytest.mark.parametrize(("number", "share"), [(-(2**63), float("nan")), (2**63 - 1, float("inf"))])
 async def test_a_node_may_answer_with_whatever_numbers_it_likes(number, share):
-    async with serving(nodes=1) as (proxy, url, _asked):
-        odd = NodeStatus(
+    async with serving(nodes=1) as stage:
+        stage.nodes.answers["node-000"] = NodeStatus(
             *("", 0, 0, share, number, -number - 1, {}, {}, 0, 0, number, []),
             {"hit_chunks": number, "looked_up_chunks": number, **{f"degraded_{each}": number for each in range(999)}},
             arenas=[ArenaStatus("", number, -number - 1)] * 99,
             tiers=[TierStatus("", "", used_bytes=number, limit_bytes=number, hits=number, load_gb_s=share)] * 99,
             peers=[PeerStatus("", "", "ready", "tcp", {"tcp": share}, number, number, number, number, "")] * 99,
         )
-        frame = messages.encode(Reply(0, odd))
-
-        def answered(node, said):
-            reply = msgspec.structs.replace(decode_to_proxy(frame), number=said.number)
-            asyncio.get_running_loop().call_soon(proxy._cache.orders.replied, node, reply)
-            return ""
-
-        proxy._control.order = answered
-        [node] = (await overview(url)).nodes
+        [node] = (await overview(stage.url)).nodes
         assert node.problem == ""
         assert (len(node.degraded), len(node.rooms), len(node.links)) == (8, 8, 1)
         told = msgspec.to_builtins(node)
@@ -302,9 +293,9 @@ SECTIONS = "document.querySelectorAll('section').length > 4"
 @in_a_browser
 @pytest.mark.parametrize(("width", "is_dark"), [(1280, False), (400, True)])
 async def test_a_browser_shows_strangers_words_as_words(tmp_path, width, is_dark):
-    async with serving(nodes=14, requests=30, hostile=True) as (_, url, _asked), tab(tmp_path) as page:
+    async with serving(nodes=14, requests=30, hostile=True) as stage, tab(tmp_path) as page:
         await page.looks(width=width, is_dark=is_dark)
-        await page.open(url)
+        await page.open(stage.url)
         await page.until(SECTIONS)
         text = await page.value("document.body.textContent")
         for words in (HOSTILE[0], HOSTILE[3], "\\u202egnp.exe", "\\x1b[2J"):
@@ -316,15 +307,15 @@ async def test_a_browser_shows_strangers_words_as_words(tmp_path, width, is_dark
 
 @in_a_browser
 async def test_a_browser_shows_100_nodes_and_1000_requests_large_as_they_are(tmp_path, capsys):
-    async with serving(nodes=100, requests=1000) as (_, url, _asked), tab(tmp_path) as page:
+    async with serving(nodes=100, requests=1000) as stage, tab(tmp_path) as page:
         began = time.perf_counter()
-        _, _, plain = await told(url)
+        _, _, plain = await told(stage.url)
         made_ms = 1000 * (time.perf_counter() - began)
-        _, headers, packed = await told(url, accepts="gzip, deflate")
+        _, headers, packed = await told(stage.url, accepts="gzip, deflate")
         assert headers["Content-Encoding"] == "gzip"
         assert gzip.decompress(packed) == plain
         await page.looks(width=1280)
-        await page.open(url)
+        await page.open(stage.url)
         await page.until(SECTIONS)
         size = await page.value(
             "performance.getEntriesByType('resource').concat(performance.getEntriesByType('navigation'))"
@@ -352,17 +343,17 @@ async def test_a_browser_asks_for_the_token_and_does_not_go_on_with_a_wrong_one(
     file.write_text(TOKEN)
     file.chmod(0o600)
     (tmp_path / "browser").mkdir()
-    async with serving(cache_token_file=str(file)) as (proxy, url, _asked), tab(tmp_path / "browser") as page:
-        await page.open(url)
+    async with serving(cache_token_file=str(file)) as stage, tab(tmp_path / "browser") as page:
+        await page.open(stage.url)
         await page.until("!document.getElementById('ask').hidden")
         submit = "document.getElementById('token').value = '%s'; document.querySelector('form button').click()"
         await page.value(submit % ("x" * 32))
         await page.until("document.getElementById('said').textContent === 'The token is wrong.'")
-        assert proxy.env.counters["controllers_denied"] == 2
+        assert stage.env.counters["controllers_denied"] == 2
         await page.value(submit % TOKEN)
         await page.until(SECTIONS)
         assert await page.value("document.getElementById('ask').hidden")
-        assert proxy.env.counters["controllers_denied"] == 2
+        assert stage.env.counters["controllers_denied"] == 2
 
 
 async def test_without_named_engines_and_nodes_all_is_empty():

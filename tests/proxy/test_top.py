@@ -24,14 +24,15 @@ from status_stage import serving
 
 from pdx.cli.main import main
 from pdx.cli.top import _bar, _portions, frame
+from pdx.proxy.status import FRESH_S
 from pdx.wire.overview import Overview
 
 EMPTY = Overview("1", "unavailable", 0, 0, [], [], [], [], [])
 
 
 async def overview(nodes, requests, *, hostile=False):
-    async with serving(nodes=nodes, requests=requests, hostile=hostile) as (proxy, _, _asked):
-        return msgspec.json.decode((await proxy._status.document())[0], type=Overview)
+    async with serving(nodes=nodes, requests=requests, hostile=hostile) as stage:
+        return msgspec.json.decode((await stage.page.document())[0], type=Overview)
 
 
 def drawn(told, width=80, **how):
@@ -111,7 +112,8 @@ def test_a_bar_has_each_phase_and_is_no_longer_than_its_room():
 
 
 async def test_into_a_pipe_it_goes_once_and_plain():
-    async with serving(nodes=3, requests=3) as (_, url, _asked):
+    async with serving(nodes=3, requests=3) as stage:
+        url = stage.url
         for arguments in ([url], [url, "--once"], [url.removeprefix("http://")], [f"{url}/"]):
             done = await pdx_top(*arguments)
             assert done.exit_code == 0, done.output
@@ -123,7 +125,8 @@ async def test_what_is_wrong_is_one_line(tmp_path):
     file = tmp_path / "token"
     file.write_text(TOKEN)
     file.chmod(0o600)
-    async with serving(cache_token_file=str(file)) as (_, url, _asked):
+    async with serving(cache_token_file=str(file)) as stage:
+        url = stage.url
         done = await pdx_top(url)
         assert (done.exit_code, done.output) == (1, "Error: a token is needed: Authorization: Bearer TOKEN\n")
         assert (await pdx_top(url, "--token-file", str(file))).exit_code == 0
@@ -178,13 +181,14 @@ class Terminal:
 
 @pytest.mark.parametrize("how", ["q", "Ctrl-C"])
 async def test_at_a_terminal_it_goes_on_until_it_is_ended_and_leaves_the_terminal_as_it_was(how):
-    async with serving(nodes=3, requests=3) as (proxy, url, _asked):
-        terminal = Terminal(url)
+    async with serving(nodes=3, requests=3) as stage:
+        terminal = Terminal(stage.url)
         try:
             await until(lambda: terminal.shows(b"requests under way"), 60)
             if how == "q":
-                with mock.patch.object(proxy._status, "document", side_effect=OSError("broken on purpose")):
-                    await until(lambda: terminal.shows(b"internal error of the proxy"), 60)
+                with mock.patch.object(stage.nodes, "members", side_effect=OSError("broken on purpose")):
+                    stage.now += FRESH_S
+                    await until(lambda: terminal.shows(b"Internal Server Error"), 60)
                 terminal.seen = b""
                 await until(lambda: terminal.shows(b"requests under way"), 60)
                 os.write(terminal.ours, b"xq")
@@ -199,7 +203,8 @@ async def test_at_a_terminal_it_goes_on_until_it_is_ended_and_leaves_the_termina
 
 
 async def test_where_there_are_no_such_characters_it_is_drawn_in_ascii():
-    async with serving(nodes=3, requests=9) as (_, url, _asked):
+    async with serving(nodes=3, requests=9) as stage:
+        url = stage.url
         done = await asyncio.to_thread(CliRunner(charset="ascii").invoke, main, ["top", url])
     assert (done.exit_code, done.output.isascii()) == (0, True), done.output
     assert ".queue #prefill =handoff -decode" in done.output
