@@ -260,7 +260,8 @@ async def test_pictures_are_not_looked_at_once_more_for_their_tokens():
         assert asked[0]["messages"][0]["content"] == "hello"
 
 
-async def test_no_prompt_is_estimated_longer_than_engines_take_and_backlogs_end_with_their_legs():
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_no_prompt_is_estimated_longer_than_engines_take_and_backlogs_end_with_their_legs(leaves):
     async with pairs() as made:
         for engine in (*made.prefills, *made.decodes):
             engine.fault, engine.tokens = "hold", None
@@ -269,10 +270,12 @@ async def test_no_prompt_is_estimated_longer_than_engines_take_and_backlogs_end_
         asking = asyncio.create_task(made.post(CHAT, body))
         await until(lambda: any(each.bodies for each in made.prefills))
         assert {0, made.prefill.server.model_len} == {each.backlog_tokens for each in (await made.overview()).engines}
-        for engine in (*made.prefills, *made.decodes):
-            engine.fault = None
-            engine.released.set()
-        await asking
+        if leaves:
+            asking.cancel()
+        else:
+            made.release()
+        await asyncio.wait([asking])
+        await until(lambda: not made.proxy.drain.load)
         made.pass_time(FRESH_S)
         assert {each.backlog_tokens for each in (await made.overview()).engines} == {0}
 
