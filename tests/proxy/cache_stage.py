@@ -8,11 +8,11 @@ import json
 import secrets
 from contextlib import asynccontextmanager
 
-from proxy_harness import Node, cluster, until, within
+from proxy_harness import Node, cluster, within
 
 from pdx.wire import messages
 from pdx.wire.messages import Refused
-from pdx.wire.proxy import EngineReport, NodeReport, Order, Reply
+from pdx.wire.proxy import Changes, EngineReport, Follow, NodeReport, Order, Reply
 from pdx.wire.verbs import Found
 
 TOKEN = secrets.token_hex(16)
@@ -31,11 +31,13 @@ KEY = "ab" * 16
 
 
 class Ruled(Node):
-    """A stand-in node that carries out verbs: `answers` makes an outcome, or nothing, of each verb."""
+    """A stand-in node that carries out verbs: `answers` makes an outcome, or nothing, of each verb. Who asks what it
+    `has`, runs of keys, is told that once; None: nothing."""
 
     def __init__(self, address, name):
         super().__init__(address, name)
         self.orders = []
+        self.has = None
         self.answers = lambda _verb: Found(1, 1, {"memory": 1})
         self.task = asyncio.create_task(self._serve())
 
@@ -55,10 +57,14 @@ class Ruled(Node):
 
     async def _serve(self):
         while True:
-            order = await self.heard(Order, seconds=None)
-            self.orders.append(order)
-            if (outcome := self.answers(order.verb)) is not None:
-                await self.reply(order.number, outcome)
+            asked = await self.heard(Order | Follow, seconds=None)
+            if isinstance(asked, Order):
+                self.orders.append(asked)
+                if (outcome := self.answers(asked.verb)) is not None:
+                    await self.reply(asked.number, outcome)
+            elif self.has is not None:
+                told = Changes(asked.stream, 1, asked.frame + 1, self.epoch, 1, self.has, first=True)
+                await self.socket.send(messages.encode(told))
 
 
 class Stage:
@@ -104,9 +110,11 @@ class Stage:
         async with self.made.client.get(f"{self.made.admin}/cache", headers=headers) as response:
             return response.status, json.loads(await within(response.read()))
 
-    async def told(self, count=1):
-        """Wait until so many engines have told how they name chunks."""
-        await until(lambda: len(self.made.proxy._cache.instances.models()) >= count)
+    async def reported(self, node, *engines, **told):
+        """The proxy has heard what this node reports, and all that it has said before."""
+        count = await self.made.metric("pdx_proxy_reports_total")
+        await self.nodes[node].report(*engines, **told)
+        await self.made.metric_reaches(count + 1, "pdx_proxy_reports_total")
 
 
 @asynccontextmanager

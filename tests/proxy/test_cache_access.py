@@ -175,9 +175,9 @@ async def test_what_is_not_there_is_named_with_what_there_is(tmp_path):
 
 
 async def test_a_move_goes_to_no_node_that_is_not_there(two):
-    told = two.made.proxy._cache.instances
-    problem, move = told.problem, {**SAID, "source": "host", "target": "host"}
-    told.problem = lambda each: "is silent" if each.name == "b" else problem(each)
+    two.made.pass_time(601)
+    await two.reported("a")
+    move = {**SAID, "source": "host", "target": "host"}
     for node, why in (("x", (400, "SelectionError")), ("b", (504, "NodeUnavailable"))):
         status, answer = await two.post("move", {**move, "target_node": node}, node="a")
         assert (status, answer["error"]["type"]) == why
@@ -198,9 +198,8 @@ async def test_a_nodes_refusal_keeps_its_class(one):
 
 
 async def test_engines_that_name_chunks_differently_have_to_be_named(two):
-    await two.nodes["a"].report(("ea", ""), layout=b"a" * 16)
-    await two.nodes["b"].report(("eb", ""), layout=b"b" * 16, shape={**SHAPE, "model": "other"})
-    await two.told(2)
+    await two.reported("a", ("ea", ""), layout=b"a" * 16)
+    await two.reported("b", ("eb", ""), layout=b"b" * 16, shape={**SHAPE, "model": "other"})
     tokens = list(range(32))
     _, kind, text = await two.error("lookup", what={"tokens": tokens})
     assert kind == "SelectionError"
@@ -219,8 +218,7 @@ async def test_engines_that_name_chunks_differently_have_to_be_named(two):
 
 async def test_a_conversation_of_any_depth_is_no_internal_error(one):
     """What is just not too deep to be read may be too deep to be written."""
-    await one.nodes["a"].report(("engine", "http://127.0.0.1:1"))
-    await one.told()
+    await one.reported("a", ("engine", "http://127.0.0.1:1"))
     found = set()
     for depth in range(900, 1000):
         raw = b'{"what": {"messages": [{"content": ' + b"[" * depth + b"]" * depth + b"}]}}"
@@ -255,7 +253,9 @@ async def test_one_dead_node_does_not_hold_up_the_others(two):
     for task in dead:
         task.cancel()
     await asyncio.gather(*dead, return_exceptions=True)
-    await until(lambda: len(two.made.proxy._cache.orders) == 0)
+    a.answers = lambda _: RUNNING
+    again = [two.answers("check_finish", job="a:3f-7") for _ in range(33)]
+    assert all(await asyncio.gather(*again)), "nobody keeps a turn"
 
 
 async def test_a_page_of_elsewhere_whose_name_leads_here_is_told_nothing(made):

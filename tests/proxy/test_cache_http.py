@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from types import SimpleNamespace
 
 from cache_stage import KEY, LAYOUT, SHAPE, refused, stage
 from proxy_harness import put_ahead, until
 
 from pdx.proxy.hints import digest
 from pdx.wire.hints import Hints, Verdict, tenant
+from pdx.wire.proxy import Run
 from pdx.wire.status import Explained, NodeStatus
 from pdx.wire.tokens import chunk_keys
 from pdx.wire.verbs import (
@@ -132,8 +132,7 @@ async def test_only_what_looks_goes_to_all_nodes_where_none_is_named(two):
 
 
 async def test_a_lookup_by_tokens_names_the_keys_that_the_engine_makes(one):
-    await one.nodes["a"].report(("engine", "http://127.0.0.1:9"))
-    await one.told()
+    await one.reported("a", ("engine", "http://127.0.0.1:9"))
     tokens = [number % 100 for number in range(3 * 32 + 5)]
     await one.ok("lookup", what={"tokens": tokens, "salt": "s"})
     keys = chunk_keys(Model("engine", "", LAYOUT, SHAPE), tokens, "s")
@@ -160,20 +159,21 @@ async def test_tiers_that_have_not_answered_are_asked_again(one):
 
 
 async def test_a_node_that_is_silent_has_an_error_and_the_others_are_answered(two):
-    b, waiting = two.nodes["b"], two.made.proxy._cache.orders._under_way
+    a, b = two.nodes.values()
     b.answers = lambda _: None
 
-    async def answered(verb, body=None, **how):
+    async def answered(verb, body=None, asks=(a, b), **how):
         """When of the nodes that are asked only b has not answered."""
-        seen = len(b.orders)
+        seen = sum(len(each.orders) for each in asks)
         asked = asyncio.create_task(two.post(verb, body, wait_s=5, **how))
-        await until(lambda: len(b.orders) > seen and {node for node, *_ in waiting.values()} == {"b"})
+        await until(lambda: sum(len(each.orders) for each in asks) == seen + len(asks))
+        await two.reported("a")
         put_ahead(5)
         return await asked
 
     status, told = await answered("lookup", SAID)
     assert (status, list(told["nodes"]), told["errors"]["b"]["type"]) == (200, ["a"], "NodeUnavailable")
-    status, told = await answered("lookup", SAID, node="b")
+    status, told = await answered("lookup", SAID, asks=[b], node="b")
     assert (status, told["error"]["type"]) == (504, "NodeUnavailable"), "it alone was named"
     _, listed = await answered("ls")
     assert listed["errors"]["a"]["type"] == "ProtocolError", "that was no Listing"
@@ -186,26 +186,34 @@ async def test_of_all_nodes_one_that_refuses_has_an_error_also_where_it_is_the_o
         assert told == {"nodes": {}, "errors": {"a": {"type": "TierUnknown", "message": "no such tier"}}}
 
 
-async def test_an_index_that_is_complete_is_asked_instead_of_the_nodes(two):
-    cache = two.made.proxy._cache
-    known = {"a": {"any": 2, "memory": 1, "disk": 2}}
-    cache.verbs._chunks = SimpleNamespace(lookup=lambda keys: (known if keys == KEYS.keys else {}, True))
-    told = await two.answers("lookup", **SAID)
-    assert [(each["tiers"], each["hits"], each["by_index"]) for each in told.values()] == [
-        ({"memory": 1, "disk": 2}, 2, True),
-        ({}, 0, True),
-    ]
-    assert two.nodes["a"].verbs == []
-    problem = cache.instances.problem
-    cache.instances.problem = lambda each: "is silent" if each.name == "b" else problem(each)
-    silent = {"b": {"type": "NodeUnavailable", "message": "node 'b' is silent"}}
-    assert (await two.ok("lookup", **SAID))["errors"] == silent
-    cache.instances.problem = problem
-    assert not (await two.answers("lookup", **SAID, ask=True))["a"]["by_index"]
-    cache.verbs._chunks.lookup = lambda _: (known, False)
-    for what in (SAID["what"], {"request": "r"}):
-        assert not (await two.answers("lookup", what=what))["a"]["by_index"]
-    assert len(two.nodes["a"].verbs) == 3
+async def test_an_index_that_is_complete_is_asked_instead_of_the_nodes(tmp_path):
+    async with stage(tmp_path, "a", "b", chunk_index=True) as two:
+        a, b = two.nodes.values()
+        keys = [KEY, "cd" * 16]
+        said = {"what": {"keys": keys}}
+        a.has = [Run("memory", True, bytes.fromhex(KEY)), Run("disk", True, bytes.fromhex("".join(keys)))]
+        b.has = []
+        for name in "ab":
+            await two.reported(name)
+        await until(lambda: two.made.proxy.chunks.is_complete)
+        told = await two.answers("lookup", **said)
+        assert [(each["tiers"], each["hits"], each["by_index"]) for each in told.values()] == [
+            ({"memory": 1, "disk": 2}, 2, True),
+            ({}, 0, True),
+        ]
+        assert a.verbs == []
+        assert not (await two.answers("lookup", **said, ask=True))["a"]["by_index"]
+        assert not (await two.answers("lookup", what={"request": "r"}))["a"]["by_index"]
+        two.made.pass_time(601)
+        await until(lambda: len(two.made.proxy.chunks.index) == 0)
+        await two.reported("a")
+        await until(lambda: two.made.proxy.chunks.is_complete)
+        found = await two.ok("lookup", **said)
+        assert (found["nodes"]["a"]["by_index"], found["errors"]["b"]["type"]) == (True, "NodeUnavailable")
+        b.has = None
+        await two.reported("b")
+        assert not (await two.answers("lookup", **said))["a"]["by_index"], "not all of b's is known"
+        assert len(a.verbs) == 3
 
 
 async def test_a_node_that_was_started_again_fails_what_it_was_told_at_once(one):
@@ -245,14 +253,12 @@ async def test_answers_late_twice_misplaced_or_of_another_type_are_dropped_and_c
     status, kind, _ = await two.error("check_finish", job="a:3f-7")
     assert (status, kind) == (502, "ProtocolError")
     assert two.counters["replies_wrong"] == 1
-    assert len(two.made.proxy._cache.orders) == 0
 
 
 async def test_a_text_is_made_tokens_by_an_engine_without_the_controllers_token(tmp_path):
     async with stage(tmp_path, "a", prefills=1) as made:
         engine = made.made.prefill
-        await made.nodes["a"].report(("e", engine.url))
-        await made.told()
+        await made.reported("a", ("e", engine.url))
         engine.tokens = list(range(70))
         await made.ok("lookup", what={"text": "a text"})
         (find,) = made.nodes["a"].verbs
