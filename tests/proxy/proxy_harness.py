@@ -67,11 +67,11 @@ class Ahead(asyncio.SelectorEventLoop):
 
 
 class Clock(WakingClock):
-    """A proxy's clock, which a test sets forward."""
+    """A proxy's clock, which a test sets forward: by `ahead_s`, or by `stood_s`, as though the process stood still."""
 
     def __init__(self):
-        super().__init__(0.1, time.monotonic)
-        self.ahead_s = 0.0
+        self.ahead_s = self.stood_s = 0.0
+        super().__init__(0.1, lambda: time.monotonic() + self.stood_s)
 
     def __call__(self):
         return super().__call__() + self.ahead_s

@@ -1,7 +1,9 @@
 """The proxy's index of chunks against a model, and following a node over a line that loses things."""
 
 import random
+import tracemalloc
 from collections import Counter
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
@@ -31,6 +33,17 @@ def model_lookup(model, keys):
         if counts[ANY]:
             answer[node] = {tier: count for tier, count in counts.items() if count}
     return answer
+
+
+@contextmanager
+def traced():
+    """Says how many bytes of memory were taken since."""
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        yield lambda: tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
 
 
 def run(keys, found):
@@ -88,11 +101,24 @@ def test_tiers_beyond_sixteen_are_told_as_one():
     assert found[OTHERS] == found["disk 3"] == found[ANY] == 1
 
 
-def test_equal_sets_of_places_are_one_object():
+def test_that_another_node_has_a_chunk_costs_no_memory():
+    """Equal sets of places are one object."""
+    index, many = ChunkIndex(100_000, Counter()), b"".join(number.to_bytes(16, "little") for number in range(50_000))
+    index.add("a", "host", many)
+    with traced() as grown:
+        index.add("b", "host", many)
+        assert grown() < 50_000
+
+
+def test_places_of_nodes_that_are_gone_are_used_again():
     index = ChunkIndex(1000, Counter())
-    index.add("a", "host", b"".join(KEYS))
-    index.add("b", "host", b"".join(KEYS))
-    assert len({id(places) for of_byte in index._places for places in of_byte.values()}) == 1
+    with traced() as grown:
+        for _ in range(1000):
+            index.add("a", "host", KEYS[0])
+            index.drop("a")
+            while len(index):
+                index.sweep()
+        assert grown() < 100_000
 
 
 # ---- following ----------------------------------------------------------------------------------
@@ -101,21 +127,23 @@ def test_equal_sets_of_places_are_one_object():
 class Line:
     """Between a follower in a node and the proxy, which loses some of what goes over it."""
 
-    def __init__(self, bed, rng, loss):
+    def __init__(self, bed, rng, loss, limit=100_000):
         self.bed, self.rng, self.loss = bed, rng, loss
         self.now = 0.0
         self.env = Env(lambda: self.now)
         self.counters = self.env.counters
         self.to_proxy, self.to_node = [], []
+        self.last = None  # that the node told
         self.epoch = 1
         self.follower = Follower(bed.log, self.epoch)
-        self.index = ChunkIndex(100_000, self.counters)
+        self.index = ChunkIndex(limit, self.counters)
         control = Mock(follow=lambda node, ask: self.to_node.append(encode(ask)))
         self.following = Following(self.index, control, self.env, timeout_s=10.0)
 
     def send(self, changes):
         if len(self.to_proxy) >= 3:
             return False
+        self.last = changes
         self.to_proxy.append(encode(changes))
         return True
 
@@ -144,13 +172,15 @@ class Line:
             self.pass_on()
 
     def known(self):
-        found = {}
-        for of_byte in self.index._places:
-            for each in of_byte:
-                tiers = self.index.lookup([each]).get("n", {})
-                if tiers:
-                    found[each] = set(tiers) - {ANY}
-        return found
+        found = {each: self.index.lookup([each]).get("n", {}) for each in map(key, range(256))}
+        return {each: set(tiers) - {ANY} for each, tiers in found.items() if tiers}
+
+    def others(self, keys):
+        """Another node tells all that it has."""
+        self.following.heard("others", 1)
+        ask = decode_from_proxy(self.to_node.pop())
+        told = Changes(ask.stream, 1, 1, 1, 1, [Run("host", True, b"".join(keys))], first=True)
+        self.following.took("others", decode_to_proxy(encode(told)))
 
 
 @given(seed=st.integers(0, 1 << 30), loss=st.sampled_from([0.0, 0.01, 0.3]))
@@ -175,9 +205,10 @@ def test_a_proxy_that_loses_frames_ends_with_what_is_there(tmp_path_factory, see
 
 
 @pytest.fixture
-def line(tmp_path):
+def line(tmp_path, request):
+    """A parameter is the index's limit."""
     bed = EventsBed(tmp_path, slots=6)
-    yield Line(bed, random.Random(1), 0.0)
+    yield Line(bed, random.Random(1), 0.0, *(getattr(request, "param", ())))
     bed.close()
 
 
@@ -230,15 +261,15 @@ def test_a_silent_node_is_forgotten_and_comes_back(line):
 def test_a_node_that_begins_anew_without_end_does_not_make_the_index_wider(line, caplog, monkeypatch):
     """Each time it is another place until the last one was swept out, and all numbers get longer."""
     monkeypatch.setattr(chunk_index, "SWEEP_S", 0.0)
-    line.following.heard("others", 1)
-    line.index.add("others", "host", key(1))
+    line.others([key(1)])
+    told = line.counters["chunk_changes"]
     for frame in range(1, 200):
         line.following.heard("n", 1)
         ask = decode_from_proxy(line.to_node[-1])
         number = ask.frame + 1
         runs = [Run("disk", True, key(frame))]
         line.following.took("n", Changes(ask.stream, 1, number, 1, frame, runs, first=True, whole=True))
-    assert line.index._num_firsts <= chunk_index.MAX_LEAVING + 2
+    assert line.counters["chunk_changes"] - told <= chunk_index.MAX_LEAVING + 1
     assert line.index.lookup([key(1)])["others"] == {ANY: 1, "host": 1}
     assert sum("begins anew" in record.message for record in caplog.records) == 1
     for _ in range(2 * 256):
@@ -250,9 +281,8 @@ def test_a_node_that_begins_anew_without_end_does_not_make_the_index_wider(line,
 
 def test_a_frame_of_more_keys_than_a_frame_has_is_not_taken_in(line, caplog):
     line.settle()
-    stream = line.following._streams["n"]
     runs = [Run(f"disk {at}", True, at.to_bytes(16, "big") * MAX_RUN_KEYS) for at in range(2)]
-    changes = Changes(stream.number, stream.telling, stream.frame + 1, 1, 1, runs)
+    changes = Changes(line.last.stream, line.last.telling, line.last.frame + 1, 1, 1, runs)
     line.following.took("n", decode_to_proxy(encode(changes)))
     assert len(line.index) == 0
     assert not line.following.is_complete
@@ -262,11 +292,9 @@ def test_a_frame_of_more_keys_than_a_frame_has_is_not_taken_in(line, caplog):
     assert line.known() == {key(7): {"disk"}}
 
 
+@pytest.mark.parametrize("line", [[20]], indirect=True)
 def test_others_are_known_whole_again_once_there_is_room(line):
-    line.index._limit = 20
-    line.following.heard("others", 1)
-    line.index.add("others", "host", b"".join(KEYS[20:35]))
-    line.following._streams["others"].is_whole = True
+    line.others(KEYS[20:35])
     for number in range(10):
         line.bed.disk.put(key(number))
     line.settle()

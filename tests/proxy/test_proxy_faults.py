@@ -6,12 +6,12 @@ import socket
 import time
 from contextlib import asynccontextmanager
 
+import aiohttp
 import pytest
 from engine_standin import Server, StandIn
 from proxy_harness import BODY, CHAT, COMPLETIONS, FORWARDED, HALF, TALK, cluster, events, patience, until, within
 
 from pdx.proxy import leg, relay
-from pdx.proxy.health import Health
 from pdx.wire.messages import Mark
 
 
@@ -372,15 +372,15 @@ async def test_a_whole_answer_that_takes_too_long_is_not_asked_for_again(more):
 
 async def test_a_proxy_that_stood_still_after_a_refusal_tries_another(monkeypatch):
     """Its clock of failovers counts only the time in which it ran."""
-    monkeypatch.setattr(relay, "_FAILOVER_S", 0.3)
-    failed = Health.failed
-
-    def stand_still(health, use, reason):
-        time.sleep(0.4)
-        failed(health, use, reason)
-
-    monkeypatch.setattr(Health, "failed", stand_still)
+    connect = aiohttp.TCPConnector.connect
     async with cluster(decodes=2) as made:
+
+        async def standing_still(connector, request, *rest, **more):
+            if str(request.url.origin()) == made.decodes[0].url:
+                made.proxy.env.clock.stood_s += 600
+            return await connect(connector, request, *rest, **more)
+
+        monkeypatch.setattr(aiohttp.TCPConnector, "connect", standing_still)
         await made.decodes[0].stop()
         status, _, _ = await made.post(COMPLETIONS, {**BODY, "best_of": 2})
         assert (status, len(made.decodes[1].seen)) == (200, 1)

@@ -148,33 +148,21 @@ async def test_a_request_under_way_outlasts_the_time_for_a_head():
         assert (await within(busy))[0] == 200
 
 
-class Failing:
-    """A listening socket whose accept fails, as where the system has no descriptor left."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        self.failures = 3
-
-    def accept(self):
-        if self.failures:
-            self.failures -= 1
-            raise OSError(24, "Too many open files")
-        return self.inner.accept()
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-
 async def test_an_accept_that_fails_is_tried_again_later(caplog):
     """asyncio logs a traceback for each, a hundred at a time."""
-    real = listener._tcp_sockets
+    accept = socket.socket.accept
 
-    async def failing(address, **how):
-        return [Failing(each) for each in await real(address, **how)]
-
-    with mock.patch.object(listener, "_tcp_sockets", failing), mock.patch.object(listener, "_REST_S", 0.01):
+    with mock.patch.object(listener, "_REST_S", 0.01):
         async with cluster() as made:
-            assert (await made.post(COMPLETIONS, BODY))[0] == 200
+            port, failures = int(made.url.rpartition(":")[2]), [OSError(24, "Too many open files")] * 3
+
+            def failing(self):
+                if failures and self.getsockname()[1] == port:
+                    raise failures.pop()
+                return accept(self)
+
+            with mock.patch.object(socket.socket, "accept", failing):
+                assert (await made.post(COMPLETIONS, BODY))[0] == 200
             assert await event(made, "accepts_failed") == 3
     assert len([record for record in caplog.records if "no connection can be taken now" in record.message]) == 1
     assert len(caplog.text) < 4000
@@ -182,15 +170,17 @@ async def test_an_accept_that_fails_is_tried_again_later(caplog):
 
 async def test_an_error_of_the_listener_is_contained(caplog):
     """The selector would call it again at once, and asyncio would log each time."""
-    real, failures = listener.Server._room, [RuntimeError("of the room")]
 
-    def room(self):
-        if failures:
-            raise failures.pop()
-        return real(self)
+    failures = [RuntimeError("of the room")]
 
-    with mock.patch.object(listener.Server, "_room", room), mock.patch.object(listener, "_REST_S", 0.01):
-        async with cluster() as made:
+    class Engines:
+        def __len__(self):
+            if failures:
+                raise failures.pop()
+            return 2
+
+    with mock.patch.object(listener, "_REST_S", 0.01):
+        async with cluster(served={"engines": Engines()}) as made:
             assert (await made.post(COMPLETIONS, BODY))[0] == 200
             assert made.proxy.env.counters["internal_errors"] == 1
     assert [record.message for record in caplog.records if "an internal error in taking connections" in record.message]
