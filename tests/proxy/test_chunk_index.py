@@ -299,10 +299,11 @@ def test_others_are_known_whole_again_once_there_is_room(line):
         line.bed.disk.put(key(number))
     line.settle()
     assert not line.following.is_complete
+    told = line.counters["chunk_changes"]
     for _ in range(300):
         line.following.look({"n", "others"})
     line.settle()
-    assert len(line.known()) == 5, "there is no room: it is not told again"
+    assert (len(line.known()), line.counters["chunk_changes"]) == (5, told), "there is no room: it is not told again"
     for _ in range(300):
         line.following.look({"n"})
     line.settle()

@@ -100,11 +100,10 @@ def test_a_server_is_drained_if_a_rank_of_it_is_and_is_the_same_in_any_order_of_
 
 def test_of_engines_that_share_no_kv_each_is_compared_with_few(found):
     """After weights were changed everywhere each engine has a layout of its own."""
-    steps = []
 
-    def apart(count, alike):
-        """Of so many engines, of which so many each have one layout."""
-        told = report(*((f"e{n}", "prefill" if n % 2 else "decode", f"http://e{n}:1") for n in range(count)))
+    def apart(count, alike, *roles):
+        """Of so many engines, of which so many each have one layout: what is told, and in how many steps."""
+        told = report(*((f"e{n}", roles[n % len(roles)], f"http://e{n}:1") for n in range(count)))
         listed = [
             msgspec.structs.replace(one, layout=bytes([n // alike]) * 16, shape={"model": "m"})
             for n, one in enumerate(told.engines)
@@ -112,13 +111,13 @@ def test_of_engines_that_share_no_kv_each_is_compared_with_few(found):
         found.report(msgspec.structs.replace(told, engines=listed))
         with lines_run() as lines:
             sentences = found.apart()
-        steps.append(len(lines))
-        return sentences
+        return sentences, len(lines)
 
-    assert apart(20, 1)
-    assert apart(40, 1)
-    assert steps[1] <= 3 * steps[0]
-    assert not apart(40, 2), "each has one that it can share with"
+    for roles in (("decode", "prefill"), ("decode",)):
+        (few, before), (many, after) = (apart(count, 1, *roles) for count in (20, 40))
+        assert bool(few) == bool(many) == (len(roles) == 2)
+        assert after <= 3 * before
+    assert not apart(40, 2, "decode", "prefill")[0], "each has one that it can share with"
 
 
 def test_a_report_that_says_nothing_new_costs_the_same_with_more_nodes(clock, found):

@@ -164,6 +164,7 @@ async def test_an_accept_that_fails_is_tried_again_later(caplog):
             with mock.patch.object(socket.socket, "accept", failing):
                 assert (await made.post(COMPLETIONS, BODY))[0] == 200
             assert await event(made, "accepts_failed") == 3
+            assert await event(made, "internal_errors") == 0
     assert len([record for record in caplog.records if "no connection can be taken now" in record.message]) == 1
     assert len(caplog.text) < 4000
 
@@ -183,6 +184,7 @@ async def test_an_error_of_the_listener_is_contained(caplog):
         async with cluster(served={"engines": Engines()}) as made:
             assert (await made.post(COMPLETIONS, BODY))[0] == 200
             assert made.proxy.env.counters["internal_errors"] == 1
+            assert await event(made, "accepts_failed") == 1, "none is taken for a while"
     assert [record.message for record in caplog.records if "an internal error in taking connections" in record.message]
 
 
