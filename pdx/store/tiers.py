@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from msgspec.structs import asdict, replace
 
@@ -330,12 +332,15 @@ class Tiers(TierHost):
 
         A load of more would be given up with chunks half loaded, and would keep those behind it waiting for nothing.
         """
-        if all(self._load_takes(tier, total) <= self._load_s for tier, total in _nbytes(found, shards).items()):
+        totals = _nbytes(found, shards)
+        if all(self._load_takes(tier, total) <= self._load_s for tier, total in totals.items()):
             return len(found)
-        nbytes: Counter[Tier] = Counter()
+        left: dict[Tier, int] = {}  # bytes until it is too many
+        for tier, total in totals.items():
+            left[tier] = bisect_right(range(total + 1), self._load_s, key=partial(self._load_takes, tier))
         for at, (_, tier, held) in enumerate(found):
-            nbytes[tier] += held.nbytes * shards
-            if self._load_takes(tier, nbytes[tier]) > self._load_s:
+            left[tier] -= held.nbytes * shards
+            if left[tier] <= 0:
                 return at
         return len(found)
 
