@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import importlib.util
 import itertools
 import os
+import time
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -92,9 +96,11 @@ def loaded(worker: LoadedAdapters, lora: LoRARequest, content: Content | None = 
 
 
 def tell(content: Content, lora: LoRARequest | None) -> None:
-    """Workers have loaded the adapter, of which they had told nothing."""
-    if lora is not None and adapter_of(lora).number not in content._loaded:
+    """Workers have loaded the adapter, if they had told nothing of it."""
+    if lora is not None and left_out(content, request := request_of(lora_request=lora)) == "untold_adapter":
         loaded(LoadedAdapters(), lora, content)
+    elif lora is not None:
+        content.forget(request.request_id)
 
 
 def keys_of(content: Content, request: Any, codec: str = "") -> list[bytes]:
@@ -254,36 +260,46 @@ class Odd(torch.Tensor):
 
 
 def odd_picture() -> Any:
-    return picture(1.0, "odd", thing=torch.Tensor._make_subclass(Odd, torch.zeros(2)))
+    return picture(1.0, "odd", thing=torch.zeros(2).as_subclass(Odd))
+
+
+class OddAdapter:
+    """Which cannot be asked for all that vLLM says of adapters."""
+
+    def __init__(self, path: str) -> None:
+        self.lora_int_id, self.lora_name, self.lora_path = 1, "odd", path
+
+    @property
+    def is_3d_lora_weight(self) -> bool:
+        raise RuntimeError("100% odd")
 
 
 def test_a_request_that_cannot_be_named_is_left_out_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its inputs raise. vLLM finds it as it has made it."""
+    """Whatever its inputs raise. vLLM finds it as it has made it, and goes on with it."""
 
     def broken(*args: Any) -> str:
         raise RuntimeError("100% broken")
 
-    content, lora = engine(), sql(make_adapter(tmp_path / "a", "w"))
-    tell(content, lora)
-    monkeypatch.setattr(content, "_adapter", broken)
-    update = Request.update_block_hashes
-    for inputs in (
-        {"mm_features": [odd_picture()]},
-        {"mm_features": [picture(1.0, "a"), odd_picture()]},
-        {"lora_request": lora},
-        {"mm_features": [picture(1.0, "a")]},
+    content, lora = engine(), OddAdapter(make_adapter(tmp_path / "a", "w"))
+    loaded(LoadedAdapters(), lora, content)
+    for inputs, hashing in (
+        ({"mm_features": [odd_picture()]}, None),
+        ({"mm_features": [picture(1.0, "a"), odd_picture()]}, None),
+        ({"lora_request": lora}, None),
+        ({"mm_features": [picture(1.0, "a", PROMPT - 4)]}, broken),
     ):
-        request = request_of(**inputs)
-        hashes, hasher = list(request.block_hashes), request._block_hasher
-        monkeypatch.setattr(Request, "update_block_hashes", broken)
-        why = content.name_inputs(request, True)
-        monkeypatch.setattr(Request, "update_block_hashes", update)
+        request, plain = request_of(**inputs), request_of(**inputs)
+        with monkeypatch.context() as patched:
+            patched.setattr(Request, "update_block_hashes", hashing or Request.update_block_hashes)
+            why = content.name_inputs(request, True)
         assert why is not None
         assert why.reason == "naming_failed"
         assert "100%" in why.text % "r1"
-        assert (request.block_hashes, request._block_hasher) == (hashes, hasher)
+        for each in (request, plain):
+            each.append_output_token_ids(list(range(BLOCK)))
+        assert request.block_hashes == plain.block_hashes
         assert not content.claims
     assert content.name_inputs(request_of(mm_features=[picture(1.0, "a")]), True) is None
 
@@ -330,18 +346,40 @@ def test_what_is_a_placeholder_and_what_kind_of_media_it_is_are_part_of_the_cont
     assert len(set(found)) == 3
 
 
-def test_media_that_are_processed_once_are_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def references() -> int:
+    """Weak ones, of this process."""
+    gc.collect()
+    return sum(isinstance(each, weakref.ReferenceType) for each in gc.get_objects())
+
+
+def test_media_that_are_processed_once_are_digested_once_and_forgotten_with_their_last_request() -> None:
     """vLLM's cache gives the same object to each request with the same picture."""
-    content, fed = engine(), []
-    monkeypatch.setattr("pdx.vllm.content._feed", lambda digest, value: fed.append(value) or True)
-    first = picture(1.0, "a")
-    counts = []
-    for feature in (first, MultiModalFeatureSpec(first.data, "image", "a", first.mm_position)):
+    read = []
+
+    class Counted(torch.Tensor):
+        """Notes when somebody wants its bytes."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            read.extend(["read"] if func is torch.Tensor.detach else [])
+            return super().__torch_function__(func, types, args, kwargs)
+
+    content = engine()
+
+    def ask(item: Any) -> str:
+        feature = MultiModalFeatureSpec(item, "image", "a", PlaceholderRange(offset=20, length=8))
         assert content.name_inputs(request_of(mm_features=[feature]), True) is None
-        counts.append(len(fed))
-    assert counts[1] - counts[0] < counts[0]
-    del first, feature
-    assert not content._media._known
+        return feature.identifier
+
+    item = picture(1.0, "a", thing=torch.zeros(2).as_subclass(Counted)).data
+    names = [ask(item)]
+    before = references()
+    names += [ask(item) for _ in range(3)]
+    assert (len(set(names)), read) == (1, ["read"])
+    assert references() == before
+    for _ in range(3):
+        ask(picture(2.0, "a").data)
+    assert references() == before
 
 
 @pytest.mark.parametrize("first", [[], [1.0]], ids=["text first", "a picture first"])
@@ -453,12 +491,14 @@ def test_what_is_known_of_adapters_is_bounded_and_the_one_that_was_used_last_is_
     loras = [sql(make_adapter(tmp_path / str(number), str(number)), number) for number in (1, 2, 3)]
     for lora in loras:
         assert not loaded(worker, lora, content)
-        if lora is not loras[0]:
-            keys_of(content, request := request_of(lora_request=loras[0]))
+        if lora is loras[1]:
+            assert left_out(content, request := request_of(lora_request=loras[0])) is None
             assert worker.checked(plan_of(request.request_id), content.claims)[1] == 0
-    for known in (content._loaded, worker._loaded):
-        assert sorted(known) == [1, 3]
-    assert len(worker._digests._known) <= 2
+    for at, why, lost in ((1, "untold_adapter", 1), (0, None, 0), (2, None, 0)):
+        lora = loras[at]
+        assert left_out(content, request_of(lora_request=lora)) == why
+        claim = Claim(adapter_of(lora), AdapterDigests().of(lora.lora_path))
+        assert worker.checked(plan_of("a"), {"a": claim})[1] == lost
 
 
 def test_configuration_data_type_and_format_of_an_adapter_are_part_of_it(tmp_path: Path) -> None:
@@ -546,10 +586,11 @@ def test_files_that_change_while_they_are_loaded_are_nobodys(tmp_path: Path) -> 
     content = engine()
     content.heard({adapter_of(sql(path)): ""})
     assert left_out(content, request_of(lora_request=sql(path))) == "unnamed_adapter"
-    before = dict(worker._loaded)
     with pytest.raises(RuntimeError):
         worker.load(lambda request: (_ for _ in ()).throw(RuntimeError("of vLLM")), sql(path))
-    assert worker._loaded == before, "what could not be loaded has replaced nothing"
+    assert worker.take_news() == {}
+    claims = {"a": Claim(adapter_of(sql(path)), "")}
+    assert worker.checked(plan_of("a"), claims)[1] == 0, "what could not be loaded has replaced nothing"
 
 
 def test_workers_that_have_loaded_different_files_agree_on_none() -> None:
@@ -573,7 +614,6 @@ def test_vllms_loads_are_noted_once_for_each_engine_of_a_process(
 
     assert callable(WorkerLoRAManager._load_adapter)
     monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", theirs)
-    monkeypatch.setattr(adapters_module, "_watching", type(adapters_module._watching)())
     workers = [LoadedAdapters(), LoadedAdapters()]
     for worker in workers:
         watch(worker)
@@ -584,12 +624,17 @@ def test_vllms_loads_are_noted_once_for_each_engine_of_a_process(
 
 
 def test_files_are_read_again_only_where_they_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their times are set to afterwards, and while they are young each time."""
-    reads: list[Path] = []
-    own = adapters_module._digest
-    monkeypatch.setattr(adapters_module, "_digest", lambda folder, names: reads.append(folder) or own(folder, names))
-    clock = [0]
-    monkeypatch.setattr(adapters_module.time, "time_ns", lambda: clock[0])
+    """Whatever their times are set to afterwards, and while they are young each time; of many, the last ones."""
+    reads: list[str] = []
+
+    def digested(file: Any, name: str) -> Any:
+        reads.extend([file.name] if "adapter_model" in file.name else [])
+        return digest(file, name)
+
+    digest, clock = hashlib.file_digest, [0]
+    monkeypatch.setattr(hashlib, "file_digest", digested)
+    monkeypatch.setattr(time, "time_ns", lambda: clock[0])
+    monkeypatch.setattr(adapters_module, "MAX_KNOWN", 2)
     digests, path = AdapterDigests(), make_adapter(tmp_path / "a", "Monday")
     file = tmp_path / "a" / "adapter_model.safetensors"
     monday = [digests.of(path), digests.of(path)]
@@ -597,6 +642,10 @@ def test_files_are_read_again_only_where_they_changed(tmp_path: Path, monkeypatc
     clock[0] = 1 << 62
     assert [digests.of(path), digests.of(path)] == monday
     assert len(reads) == 3
+    others = [make_adapter(tmp_path / name, name) for name in "bc"]
+    for each in (*others, *others, path):
+        digests.of(each)
+    assert len(reads) == 6
     times = file.stat()
     file.write_text("Moonay")
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -635,8 +684,8 @@ def test_models_that_cannot_begin_behind_a_prefix_are_left_out(caplog: pytest.Lo
 def test_a_request_that_vllm_has_looked_up_by_its_own_names_is_left_out() -> None:
     assert engine().name_inputs(request_of(), False) is None
     assert engine().name_inputs(request_of(mm_features=[picture(1.0, "a")]), False) is not None
-    bare = request_of(mm_features=[picture(1.0, "a")])
-    bare._block_hasher = None
+    sampling = SamplingParams(max_tokens=1)
+    bare = Request("bare", list(range(PROMPT)), sampling, None, mm_features=[picture(1.0, "a")], block_hasher=None)
     assert left_out(engine(), bare) == "unnamed_inputs"
 
 
