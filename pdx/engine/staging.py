@@ -16,7 +16,7 @@ from pdx.engine.streams import Stream, StreamEvent, Streams
 from pdx.kernels.page_map import UNIT_BYTES, Batch, PageMap, Place, Run
 
 STAGING_BYTES = 128 << 20  # a launch takes half of it at most, as much as `gpu_copier.LAUNCH_BYTES`
-_MAX_UNDER_WAY = 64  # launches whose copies may be under way
+MAX_UNDER_WAY = 64  # launches whose copies may be under way
 
 
 class Staged(NamedTuple):
@@ -103,7 +103,7 @@ class Staging:
     def _room(self, nbytes: int, gathering: Stream) -> int:
         """The next part of the ring; what is queued on `gathering` from now on starts when the part is empty."""
         start = self._at if self._at + nbytes <= 2 * self._half_bytes else 0
-        end, passed = start + nbytes, len(self._taken) - _MAX_UNDER_WAY + 1
+        end, passed = start + nbytes, len(self._taken) - MAX_UNDER_WAY + 1
         for number, (taken, taken_end, _) in enumerate(self._taken, 1):
             if taken < end and start < taken_end:
                 passed = max(passed, number)

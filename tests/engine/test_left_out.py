@@ -43,7 +43,9 @@ def test_nothing_is_asked_saved_or_found(engines: Engines, is_announced: bool) -
         assert after.counters.get(counted) == before.counters.get(counted)
     assert after.leases == 0
     assert run(plain, "fourth") == 3 * CHUNK
-    assert not engine.scheduler._requests, "what is over is forgotten"
+    connection = engine.scheduler.link.connection
+    assert connection is not None
+    assert connection.running == 0, "what is over is forgotten"
 
 
 def test_they_are_load_for_who_chooses_engines_and_drains_them(engines: Engines) -> None:

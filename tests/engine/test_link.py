@@ -49,12 +49,11 @@ def test_a_descriptor_that_is_another_file_by_now_says_nothing_about_the_node(
     """One thread asks whether the node lives while another one closes the connection."""
     start_here()
     connection = Connection(address, Hello(VERSION, os.getpid(), "client"))
-    pidfd = -1
 
     class Late:
         def register(self, fd: int, events: int) -> None:
-            nonlocal pidfd
-            pidfd, connection._pidfd = connection._pidfd, -1  # noqa: SLF001
+            patched.undo()
+            connection.close()
 
         def poll(self, timeout: int) -> list[int]:
             return []
@@ -64,8 +63,6 @@ def test_a_descriptor_that_is_another_file_by_now_says_nothing_about_the_node(
     with monkeypatch.context() as patched:
         patched.setattr("pdx.client.connection.select.poll", Late)
         assert not connection.is_alive
-    connection._pidfd = pidfd  # noqa: SLF001
-    connection.close()
 
 
 def test_the_fingerprint_that_keys_are_made_with_is_told_at_once_and_to_each_node(

@@ -165,8 +165,7 @@ def test_a_request_that_has_blocks_of_the_engines_own_cache_is_exact(
     engine = engine_of(node, stack)
     request = Request("late", tokens(1, LENGTH), coded_by("int8"))
     assert engine.match(request, local=CHUNK) == 0
-    assert engine.scheduler._requests["late"].hints.form == ""
-    engine.finish(request)
+    assert engine.finish(request)["pdx_hints"]["codec"].startswith("refused")
 
 
 # ---- forms ----------------------------------------------------------------------------------

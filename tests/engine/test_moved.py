@@ -76,7 +76,7 @@ def engine_of(node: Any, stack: ExitStack, **settings: Any) -> ToyEngine:
     def finish_at_rest(request: Request) -> dict[str, Any]:
         """Until the node has heard of all that was computed."""
         told = finish(request)
-        if not engine.scheduler._requests:
+        if not engine.scheduler.link.connection.running:
             node.wait_at_rest()
         return told
 

@@ -143,17 +143,15 @@ def test_what_an_engine_that_sleeps_is_asked_to_copy_fails_or_is_given_back(
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["off before", "fails"])
-def test_an_engine_falls_asleep_only_when_a_worker_half_that_is_off_copies_nothing_more(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_an_engine_falls_asleep_only_when_a_worker_half_that_is_off_copies_nothing_more(bed: Bed, fails: bool) -> None:
     """It is closed in the background."""
     engine = bed.engine()
     streams, guard = engine.streams, engine.worker_guards[0]
     with streams.held(streams.gathering):
         request = engine.save(tokens(807, CHUNK))
         if fails:
-            close = Mock(side_effect=[OSError("of a test"), None])
-            monkeypatch.setattr(engine.workers[0]._loader, "close", close)  # noqa: SLF001
+            broken = Mock(side_effect=OSError("of a test"), __name__="unregister")
+            engine.workers[0].unregister = broken  # type: ignore[method-assign]
         else:
             guard.switch_off("of a test")
         sleeping = threading.Thread(target=guard.unregister)

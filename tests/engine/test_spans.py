@@ -64,18 +64,13 @@ def test_a_request_that_is_not_traced_tells_nothing(engines: Engines, told: Any,
     assert told() == []
 
 
-def test_a_load_that_failed_says_so(engines: Engines, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_failed_says_so(engines: Engines, told: Any) -> None:
     first, second = engines(), engines()
     first.run(tokens(3, 2 * CHUNK))
     engines.node.wait_sealed(2)
     request = traced(tokens(3, 2 * CHUNK), SAMPLED)
-    planned = second.scheduler.allocated
-
-    def fails(*given: Any) -> None:
-        planned(*given)
-        second.scheduler.load_failed(request.request_id)
-
-    monkeypatch.setattr(second.scheduler, "allocated", fails)
-    second.admit(request)
+    second.allocate(request, second.match(request))
+    second.scheduler.load_failed(request.request_id)
+    second.finish_load(request)
     second.finish(request)
     assert [(each.name, each.status.is_unset) for each in told()] == [("pdx.lookup", True), ("pdx.load", False)]

@@ -5,9 +5,10 @@ Streams are LaggingStreams, the driver is the fake one, the node's arena is page
 
 from __future__ import annotations
 
-from collections import deque
+import contextlib
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from stream_bed import Bed
 from toy_engine import CHUNK, PAGE_BYTES, tokens
 
 from pdx.engine import staging
-from pdx.engine.staging import Staging
+from pdx.engine.staging import Staged, Staging
+from pdx.kernels.page_map import Place, Run
 from pdx.testing.waiting import wait_until
 
 
@@ -38,31 +40,72 @@ def test_whatever_fits_into_a_half_the_bytes_arrive(
     bed.node.wait_at_rest()
 
 
+class Part(NamedTuple):
+    """Of the ring, from this byte on: stands in for a `Batch` of pages of a byte."""
+
+    start: int = 0
+    pages: Any = SimpleNamespace(page_bytes=1, device="cpu")
+
+    def shifted(self, nbytes: int) -> Part:
+        return Part(self.start + nbytes)
+
+
+class Idle:
+    """Streams of which the copy engine's does nothing until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.busy: list[range] = []  # what it will read, in order
+        self.begun = 0
+        self.written = range(0)
+
+    def new_stream(self) -> str:
+        return "copies"
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def event(self) -> Emptied:
+        return Emptied(self)
+
+    def launch(self, stream: Any, nbytes: Any, pages: Any, part: Part, *layers: int, place: Place) -> None:
+        self.written = range(part.start, part.start + nbytes)
+        assert 0 <= self.written.start < self.written.stop <= 100
+        assert not [each for each in self.busy if each.start < self.written.stop and self.written.start < each.stop]
+
+    def copy(self, stream: Any, copies: list[tuple[int, int, int]]) -> None:
+        [(_, source, nbytes)] = copies
+        assert nbytes == len(self.written)
+        self.busy.append(self.written)
+        self.begun += 1
+
+
+class Emptied:
+    """The end of all copies that were queued when it was recorded."""
+
+    def __init__(self, streams: Idle) -> None:
+        self.streams, self.number = streams, 0
+
+    def record(self, stream: Any) -> None:
+        self.number = self.streams.begun if stream == "copies" else 0
+
+    def wait(self, stream: Any) -> None:
+        ended = self.streams.begun - len(self.streams.busy)
+        del self.streams.busy[: max(0, self.number - ended)]  # copies end in order
+
+
 @given(st.lists(st.integers(1, 50), max_size=300), st.integers(1, 100))
 @settings(max_examples=examples(200))
 def test_no_part_is_taken_that_nobody_waited_for(sizes: list[int], most: int) -> None:
     """Where the copy engine does nothing by itself, each part is waited for before its bytes are written again."""
-    busy: dict[int, tuple[int, int]] = {}
-
-    class Emptied:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def wait(self, stream: Any) -> None:
-            for number in [number for number in busy if number <= self.number]:  # copies end in order
-                del busy[number]
-
-    ring = Staging.__new__(Staging)
-    ring._half_bytes, ring._at, ring._taken = 50, 0, deque()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(staging, "_MAX_UNDER_WAY", most)
-        for number, nbytes in enumerate(sizes):
-            start = ring._room(nbytes, None)
-            assert 0 <= start <= start + nbytes <= 100
-            assert not [part for part in busy.values() if part[0] < start + nbytes and start < part[1]]
-            busy[number] = start, start + nbytes
-            assert len(busy) <= most
-            ring._taken.append((start, start + nbytes, Emptied(number)))
+        patched.setattr(staging, "STAGING_BYTES", 100)
+        patched.setattr(staging, "MAX_UNDER_WAY", most)
+        streams: Any = Idle()
+        ring = Staging([cast("Any", SimpleNamespace(page_bytes=50, device="cpu"))], streams)
+        for nbytes in sizes:
+            staged = Staged(cast("Any", Part()), [Run(list(range(nbytes)), 0, nbytes)], nbytes)
+            ring.gather("gathers", cast("Any", nbytes), [staged], range(1))
+            assert len(streams.busy) <= most
 
 
 def test_a_part_is_filled_again_only_when_it_is_emptied(
