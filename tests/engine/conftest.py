@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from fake_cuda import FakeCuda, fake_cuda
 from node_harness import NodeProcess, NodeThread
-from stream_bed import Bed, use_interpreted
+from stream_bed import Bed, WholePageLock, use_interpreted
 from toy_engine import Engines
 
 from pdx.client import connection
 from pdx.client.connection import Connection
 from pdx.cuda.memory import num_mapped
-from pdx.cuda.page_lock import PageLock
 from pdx.wire.messages import Hello, Ping
 
 
@@ -33,14 +32,6 @@ def fake() -> Iterator[FakeCuda]:
         assert num_mapped() == 0
         assert driver.leftovers() == {}
         assert driver.spoiled == []
-
-
-class WholePageLock(PageLock):
-    """Covers all before an engine is attached: what it does before that it does not save, by chance."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self._thread.join()
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from pdx.config import NodeConfig
 from pdx.cuda import driver
 from pdx.cuda.driver import api, call
 from pdx.cuda.gpu import Gpu
+from pdx.cuda.page_lock import PageLock
 from pdx.engine import gpu_copier
 from pdx.engine.streams import Streams
 
@@ -258,6 +259,14 @@ class LaggingStreams(Streams):
             stream.close()
         errors = [error for stream in self.made for error in stream.errors]
         assert not errors, errors
+
+
+class WholePageLock(PageLock):
+    """Covers all before an engine is attached: what it does before that it does not save, by chance."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._thread.join()
 
 
 class Bed:

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from node_harness import attached
 from stream_bed import Bed
 from test_moved import DIM, MOVED, PAGE, ROPE, SHAPE, check_moved, positions, tokens  # noqa: F401
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine
 
 from pdx.engine import gpu_copier
-from pdx.engine.gpu_copier import GpuCopier
 from pdx.kernels.turned_gpu import PageStrides, TurnedPages
-from pdx.memory.arena import Arena
-from pdx.memory.slot import Slot
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Delete
 
 STRIDES = PageStrides.of([torch.zeros(256, 1, BLOCK, 2 * DIM)], 256, 1, DIM, torch.float32)
 SETTINGS: dict[str, Any] = {
@@ -55,23 +55,21 @@ def test_what_was_computed_elsewhere_is_turned_behind_what_was_computed_before(
     assert second.load(exact) == BLOCK, "an exact request has its own first block alone"
 
 
-def test_a_chunk_that_goes_while_it_is_turned_is_reported(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = bed.engine(**SETTINGS), bed.engine(**SETTINGS)
+def test_a_chunk_that_goes_while_it_is_turned_is_reported(bed: Bed) -> None:
+    first, second = bed.engine(**SETTINGS), bed.engine(**SETTINGS, lease_s=0.5)
     history = tokens(1, 10 * CHUNK + 3)
     saved(bed, first, history)
+    keys = first.scheduler.track(Request("its keys", history)).keys.leading(10)
     prompt = [*history[:5], *history[CHUNK + 5 : 10 * CHUNK], 1]
     request = Request("late", prompt, MOVED)
     external = second.match(request)
     second.allocate(request, external)
-    slots = second.scheduler._requests["late"].node.hits.moved[-1].slots
-    is_current, launch, gone = Arena.is_current, GpuCopier._launch, list[Slot]()
-
-    def losing(*args: Any) -> None:
-        launch(*args)
-        gone.extend(slots)
-
-    monkeypatch.setattr(GpuCopier, "_launch", losing)
-    monkeypatch.setattr(Arena, "is_current", lambda arena, slot: slot not in gone and is_current(arena, slot))
+    with second.streams.held(second.streams.loading):
+        second.run_worker(0, second.planned(), {})
+        wait_until(lambda: second.streams.loading.waiting, what="it is queued")
+        wait_until(lambda: not bed.node.status().leases, what="the lease has ended")
+        with attached(bed.address) as wire:
+            assert wire.ask(Delete(keys[9:])).count == 1
     failed = second.finish_load(request)
     assert failed
     request.num_computed = min(request.block_ids.index(block) for block in failed) * BLOCK

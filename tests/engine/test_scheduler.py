@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,37 +152,28 @@ def test_when_one_engine_of_a_pair_is_reset_the_decoder_computes(engines: Engine
 # ---- answers age ----------------------------------------------------------------------------
 
 
-class Later:
-    """The lookup's clock, which a test can put forward."""
-
-    def __init__(self, engine: ToyEngine) -> None:
-        self.shift_s = 0.0
-        engine.scheduler._lookup._clock = lambda: time.monotonic() + self.shift_s
-
-    def pass_by(self, engine: ToyEngine, seconds: float) -> None:
-        """So much time, in which the engine had steps for others."""
-        self.shift_s += seconds
-        for _ in range(3):
-            engine.idle()
+def pass_by(engine: ToyEngine) -> None:
+    """The engine has steps for others."""
+    for _ in range(3):
+        engine.idle()
 
 
 @pytest.mark.parametrize("collected", [False, True])
 @pytest.mark.parametrize(
-    ("engines", "lease_s"), [({}, 0.5), ({"max_lease_s": 0.5}, 60.0)], indirect=["engines"], ids=["asked", "capped"]
+    ("engines", "lease_s"), [({}, 1.0), ({"max_lease_s": 1.0}, 60.0)], indirect=["engines"], ids=["asked", "capped"]
 )
 def test_chunks_that_went_while_a_request_waited_are_not_promised(
     engines: Engines, lease_s: float, collected: bool
 ) -> None:
     engine, prompt = engines(lease_s=lease_s), tokens(46, 2 * CHUNK + 1)
     run(engine, engines, prompt)
-    later = Later(engine)
     waiting = Request("w", prompt)
     engine.scheduler.arrived(waiting)
     if collected:
         assert engine.match(waiting) == 2 * CHUNK
     wait_until(lambda: not engines.node.status().leases, what="the lease has ended")
     engines.node.forget()
-    later.pass_by(engine, 1.0)
+    pass_by(engine)
     assert engine.match(waiting) == 0
     engine.allocate(waiting, 0)
     engine.step((waiting, len(prompt)))
@@ -193,16 +183,15 @@ def test_chunks_that_went_while_a_request_waited_are_not_promised(
 
 def test_chunks_of_a_prefill_leg_that_went_while_it_waited_are_saved_again(engines: Engines) -> None:
     """Without them, the decoder would compute everything behind the hole."""
-    first, second = engines(lease_s=0.5), engines()
+    first, second = engines(lease_s=1.0), engines()
     prompt = tokens(47, 3 * CHUNK + 5)
     run(first, engines, prompt[: 2 * CHUNK + 1])
-    later = Later(first)
     request = Request("p", prompt, prefill_of(TRANSFER))
     assert first.match(request) == 2 * CHUNK
     wait_until(lambda: not engines.node.status().leases, what="the lease has ended")
     with attached(engines.node.address) as wire:
         assert wire.ask(Delete(first.scheduler.track(request).keys.leading(2)[1:])).count == 1
-    later.pass_by(first, 1.0)
+    pass_by(first)
     first.admit(request)
     first.step((request, len(prompt) - request.num_computed))
     first.finish(request)

@@ -15,10 +15,8 @@ from stream_bed import Bed
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, decode_of, prefill_of, tokens
 
 from pdx.cuda.memory import num_mapped
-from pdx.engine import gpu_copier, step_save, store_lookup
-from pdx.engine.request import SlotGrant
+from pdx.engine import gpu_copier, step_save
 from pdx.engine.streams import Streams
-from pdx.memory.arena import Arena
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Fill, Mark
 
@@ -93,17 +91,10 @@ def test_a_page_is_gathered_after_its_layer_was_computed(bed: Bed) -> None:
     assert bed.engine().load(prompt) == CHUNK
 
 
-@pytest.fixture
-def pushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node wants to hear of each layer."""
-    monkeypatch.setattr(store_lookup, "SlotGrant", lambda *args, **_: SlotGrant(*args, by_layer=True))
-
-
-@pytest.mark.usefixtures("pushed")
 def test_the_node_hears_of_layers_and_seals_when_they_are_gathered(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_save, "GROUP_BYTES", 1)
     engine = bed.engine(lag_s=0.02)
-    engine.finish(engine.save(tokens(8, CHUNK)))
+    engine.finish(engine.save(tokens(8, CHUNK), PREFILL))  # of a transfer it wants to know
     bed.node.wait_sealed(1)
     log = [entry for entry in bed.log if isinstance(entry, tuple | Fill)]
     gathers = [log.index(("gather", layer, 1)) for layer in range(LAYERS)]
@@ -152,15 +143,18 @@ def test_what_was_gathered_by_the_end_of_prefill_is_told(bed: Bed) -> None:
     bed.node.wait_sealed(1)
 
 
-def test_a_slot_that_is_lost_before_its_copy_has_ended_is_not_sealed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_is_lost_before_its_copy_has_ended_is_not_sealed(bed: Bed) -> None:
     engine = bed.engine()
+    request = Request("a", tokens(13, CHUNK))
+    engine.admit(request)
+    lost = [slot for grant in engine.scheduler.track(request).node.grants for slot in grant.slots]
     with engine.streams.held(engine.streams.gathering):
-        request = engine.save(tokens(13, CHUNK))
-        monkeypatch.setattr(Arena, "is_current", lambda self, slot: False)
+        engine.step((request, CHUNK))
+        engine.workers[0].link.connection.call(Abort(lost), 10)
     wait_until(lambda: bed.node.degraded("save_lost") == 1, what="counted")
-    monkeypatch.undo()
     assert bed.told(Fill) == []
     engine.finish(request)
+    assert bed.node.status().chunks == {}
 
 
 # ---- loading ----------------------------------------------------------------------------------
@@ -184,8 +178,8 @@ def test_a_load_waits_for_what_was_computed_before_it(bed: Bed) -> None:
     engine.finish(again)
 
 
-def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = bed.engine()
+def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed) -> None:
+    engine = bed.engine(lease_s=0.5)
     prompt = tokens(17, 2 * CHUNK)
     engine.finish(engine.save(prompt))
     bed.node.wait_sealed(2)
@@ -195,10 +189,10 @@ def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed, monkeypatch: 
     with engine.streams.held(engine.streams.loading):
         engine.run_worker(0, engine.planned(), {})
         wait_until(lambda: engine.streams.loading.waiting, what="the copy is queued")
-        monkeypatch.setattr(Arena, "is_current", lambda self, slot: False)
+        wait_until(lambda: not bed.node.status().leases, what="the lease has ended")
+        bed.node.forget()
     assert engine.finish_load(again) == set(again.block_ids[: 2 * CHUNK // BLOCK])
     wait_until(lambda: bed.node.degraded("load_failed") == 1, what="counted")
-    monkeypatch.undo()
     engine.finish(again)
 
 
