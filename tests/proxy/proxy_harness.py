@@ -93,7 +93,7 @@ async def begin(url, length, *, path="/v1/completions", more=""):
 
 
 class Node:
-    """A stand-in for `pdx node` as the proxy sees it."""
+    """A stand-in for `pdx node` as the proxy sees it. `attend`ing, it takes in what it is told at once."""
 
     def __init__(self, address, name="node", epoch=1):
         self.context = zmq.asyncio.Context()
@@ -101,6 +101,7 @@ class Node:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
         self.address, self.name, self.epoch = address, name, epoch
+        self.inbox, self.attending = asyncio.Queue(), None
 
     async def report(
         self, *engines, marks=(), version=messages.VERSION, facts=PLAIN, naming=(b"", {}), draining=(), **fields
@@ -148,11 +149,28 @@ class Node:
     async def heard(self, kind, seconds=DEADLINE_S):
         """The next message of this kind; others are passed by."""
         while True:
-            message = decode_from_proxy(await within(self.socket.recv(), seconds))
-            if isinstance(message, kind):
+            told = self._told() if self.attending is None else self.inbox.get()
+            if isinstance(message := await within(told, seconds), kind):
                 return message
 
+    async def _told(self):
+        return decode_from_proxy(await self.socket.recv())
+
+    def attend(self, settled):
+        """From now on its engines hear what became of transfers: they wait no more for their KV."""
+
+        async def attend():
+            while True:
+                message = await self._told()
+                if isinstance(message, messages.Cancel | Prefilled):
+                    settled[message.transfer].set()
+                self.inbox.put_nowait(message)
+
+        self.attending = asyncio.create_task(attend())
+
     def close(self):
+        if self.attending is not None:
+            self.attending.cancel()
         self.socket.close(linger=0)
         self.context.term()
 
@@ -160,18 +178,20 @@ class Node:
 class Cluster:
     """What a test talks to."""
 
-    def __init__(self, proxy, url, admin, client, node, prefills, decodes):
-        self.proxy = proxy
-        self.url, self.admin, self.client, self.node, self._others = url, admin, client, node, []
+    def __init__(self, proxy, url, admin, client, node, prefills, decodes, settled):
+        self.proxy, self.settled = proxy, settled
+        self.url, self.admin, self.client, self.node, self.others = url, admin, client, node, []
         self.prefills, self.decodes = prefills, decodes
+        node.attend(settled)
 
     def other_node(self, name="", kind=Node):
         """A second node of the same proxy."""
-        self._others.append(kind(self.node.address, name or f"other{len(self._others)}"))
-        return self._others[-1]
+        self.others.append(kind(self.node.address, name or f"other{len(self.others)}"))
+        self.others[-1].attend(self.settled)
+        return self.others[-1]
 
     def close(self):
-        for each in (self.node, *self._others):
+        for each in (self.node, *self.others):
             each.close()
 
     @property
@@ -242,21 +262,6 @@ class Cluster:
         await until(is_reached)
 
 
-def settle_with(control, engines):
-    """What this proxy tells nodes of a transfer, the nodes' engines know: they wait no more for its KV."""
-    settled = engines[0].settled if engines else collections.defaultdict(asyncio.Event)
-    for engine in engines:
-        engine.settled = settled
-    tell = control.tell
-
-    def told(message, nodes):
-        tell(message, nodes)
-        if isinstance(message, messages.Cancel | Prefilled):
-            settled[message.transfer].set()
-
-    control.tell = told
-
-
 @asynccontextmanager
 async def cluster(
     prefills=1,
@@ -284,7 +289,9 @@ async def cluster(
     folder = Path(tempfile.mkdtemp(prefix="pdxp"))
     prefill = [StandIn(f"p{index}", server) for index in range(prefills)]
     decode = [StandIn(f"d{index}", decode_server or server) for index in range(decodes)]
+    settled = collections.defaultdict(asyncio.Event)
     for engine in (*prefill, *decode):
+        engine.settled = settled
         engine.key = key
         engine.models_served = (models or {}).get(engine.name, engine.models_served)
         engine.server = (servers or {}).get(engine.name, engine.server)
@@ -302,14 +309,13 @@ async def cluster(
     for each in patched:
         each.start()
     proxy = Proxy(ProxyConfig(port=0, control=address, **settings), Env(Clock(), log=app.log))
-    settle_with(proxy._control, [*prefill, *decode])
     http = HttpServer(proxy.app(), proxy.env, **dict(served))
     admin = HttpServer(proxy.admin_app(), proxy.env)
     for each in (http, admin):
         await each.start("127.0.0.1:0")
     node = kind(address, node)
     client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S), max_field_size=1 << 20)
-    made = Cluster(proxy, http.url, admin.url, client, node, prefill, decode)
+    made = Cluster(proxy, http.url, admin.url, client, node, prefill, decode, settled)
     try:
         pairs = [("prefill", each) for each in prefill] + [("decode", each) for each in decode]
         told = [(each.name, role, each.url) for role, each in pairs] if named and known else []

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import socket
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -13,7 +14,7 @@ from cache_stage import KEY, SHAPE, TOKEN, refused, stage
 from proxy_harness import until
 from yarl import URL
 
-from pdx.errors import ConfigError
+from pdx.errors import ConfigError, RequestRefused
 from pdx.proxy.app import Proxy
 from pdx.proxy.cache import access, routes
 from pdx.proxy.config import ProxyConfig
@@ -85,12 +86,19 @@ async def test_wrong_tokens_of_one_address_are_bounded(one, monkeypatch):
     assert (await one.listed())[0] == 200
 
 
-def test_addresses_that_fail_are_forgotten_the_oldest_first(monkeypatch):
-    monkeypatch.setattr(access, "_MAX_ADDRESSES", 2)
-    made = access.Access("", Env(lambda: 0.0))
-    for address in ("a", "b", "c"):
-        made._fail(address)
-    assert list(made._failed) == ["b", "c"]
+def test_addresses_that_fail_are_forgotten_the_oldest_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(access, "MAX_FAILED", 1)
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+    made = access.Access(str(tmp_path / "token"), Env(lambda: 0.0))
+
+    def status(address):
+        with pytest.raises(RequestRefused) as refused:
+            made.check(SimpleNamespace(remote=address, headers={}, transport=None))
+        return refused.value.status
+
+    assert {status(address) for address in range(2000)} == {401}
+    assert [status(address) for address in (1999, 0)] == [429, 401]
 
 
 async def get_at(path, url="http://pdx/cache", **headers):

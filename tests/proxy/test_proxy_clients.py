@@ -21,7 +21,6 @@ from proxy_harness import (
     begin,
     cluster,
     events,
-    settle_with,
     until,
     within,
 )
@@ -164,7 +163,7 @@ async def test_one_engine_named_for_both_roles():
         cluster(prefills=0) as made,
         cluster(prefills=0, decodes=0, named=False, prefill=(made.decode.url,), decode=(made.decode.url,)) as single,
     ):
-        settle_with(single.proxy._control, [made.decode])
+        made.decode.settled = single.settled
         await single.node.report(("d", "both", made.decode.url))
         await single.metric_reaches(2, "pdx_proxy_reports_total")
         status, headers, raw = await single.post(COMPLETIONS, BODY)

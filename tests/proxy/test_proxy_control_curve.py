@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from control_stage import Members, control_stage
-from proxy_harness import until, within
+from proxy_harness import until
 
 from pdx.errors import ConfigError
 from pdx.proxy.control import Control
@@ -14,7 +14,7 @@ from pdx.security.curve_keys import KeyPair
 from pdx.telemetry.env import Env
 from pdx.telemetry.host import host_id
 from pdx.wire.messages import Cancel
-from pdx.wire.proxy import Order, PeerEntry, PeerList, Prefilled, decode_from_proxy
+from pdx.wire.proxy import Order, PeerEntry, PeerList, Prefilled
 from pdx.wire.verbs import Status
 
 PEERS = [PeerEntry("one", "tcp://127.0.0.1:1"), PeerEntry("two", "ipc:///two")]
@@ -29,10 +29,7 @@ def members(tmp_path):
 
 async def peers_of(node):
     """The next list of peers that a node is told."""
-    while True:
-        message = decode_from_proxy(await within(node.socket.recv()))
-        if isinstance(message, PeerList):
-            return message.peers
+    return (await node.heard(PeerList)).peers
 
 
 async def hears_nothing(node):
@@ -55,8 +52,7 @@ async def test_nodes_hear_of_their_peers_now_and_when_they_come(tmp_path):
         await two.report()
         await until(lambda: len(made.reports) == 3)
         made.control.tell(Cancel("t" * 16), {""})
-        frame = await within(two.socket.recv())
-        assert isinstance(decode_from_proxy(frame), Cancel), "a list is told once"
+        assert isinstance(await two.heard(object), Cancel), "a list is told once"
         assert made.drops == []
 
 

@@ -1,6 +1,7 @@
 """A proxy that nodes find by their cluster, that tells them of each other, and what it believes."""
 
 import asyncio
+import socket
 
 import pytest
 from control_stage import control_stage
@@ -20,21 +21,28 @@ pytestmark = pytest.mark.long  # connections are lost, and made again, in real t
 
 @needs_etcd
 async def test_a_proxy_is_found_and_one_that_is_connected_stays(start_here, place, keys, etcd):
-    etcd.put("/pdx/proxies/stranger", "tcp://127.0.0.1:9")  # of whom the roster has no key
-    with control_stage(**keys["proxy"]) as made:
-        etcd.put("/pdx/proxies/proxy", made.control.address)
-        alpha = await asyncio.to_thread(start_here, **settings(place, keys, "alpha", f"etcd:{etcd.url}/pdx"))
-        proxies = alpha._daemon._proxies
-        await until(lambda: made.reports)
-        assert list(proxies._all) == [made.control.address]
-        etcd.delete("/pdx/proxies/proxy")
-        roster = alpha._daemon.service.peers.connections.roster
-        await until(lambda: roster.proxies == [])
-        count = len(made.reports)
-        await until(lambda: len(made.reports) > count + 1)
-        assert list(proxies._all) == [made.control.address], "it is there, whatever the cluster says"
-    await until(lambda: not proxies._all)
-    await asyncio.to_thread(alpha.close)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        at = f"tcp://127.0.0.1:{stranger.getsockname()[1]}"
+        etcd.put("/pdx/proxies/stranger", at)  # of whom the roster has no key
+        with control_stage(**keys["proxy"]) as first, control_stage(**keys["proxy"]) as second:
+            etcd.put("/pdx/proxies/proxy", first.control.address)
+            alpha = await asyncio.to_thread(start_here, **settings(place, keys, "alpha", f"etcd:{etcd.url}/pdx"))
+            await until(lambda: first.reports)
+            etcd.put("/pdx/proxies/proxy", second.control.address)
+            await until(lambda: second.reports)
+            count = len(first.reports)
+            await until(lambda: len(first.reports) > count + 1)  # it is there, whatever the cluster says
+        with control_stage(**keys["proxy"]) as third:
+            etcd.put("/pdx/proxies/proxy", third.control.address)
+            await until(lambda: third.reports)
+            with control_stage(first.control.address, **keys["proxy"]) as again:
+                count = len(third.reports)
+                await until(lambda: len(third.reports) > count + 3)
+                assert again.reports == [], "one that has gone, and is found no more, is forgotten"
+        await asyncio.to_thread(alpha.close)
+        stranger.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
 
 
 @needs_etcd
@@ -67,11 +75,16 @@ async def test_by_the_proxys_word_nodes_without_addresses_find_each_other(start_
 async def test_a_proxy_believes_the_host_that_kubernetes_says(place, keys, api):
     api.put("a", endpoint("10.0.0.1", "alpha"), node=7700)
     with control_stage(**keys["proxy"], discover=f"kubernetes:{SERVICE}") as made:
-        await until(lambda: made.control.members() and made.control._roster.host_of("alpha"))
         own, server = KeyPair.load(keys["alpha"]["keys"]), KeyPair.load(keys["proxy"]["keys"])
         node = made.node("alpha", own, server.public)
         urls = ("http://10.0.0.1:8100", "http://10.0.0.2:8100")
-        await node.report(*((f"e{number}", "both", url) for number, url in enumerate(urls)), listen="tcp://10.0.0.2:1")
-        await until(lambda: made.reports)
-        assert [each.url for each in made.reports[0].engines] == ["http://10.0.0.1:8100"]
-        assert made.drops == ["not_its_host"]
+
+        async def are_believed():
+            count, engines = len(made.reports), [(f"e{number}", "both", url) for number, url in enumerate(urls)]
+            await node.report(*engines, listen="tcp://10.0.0.2:1")
+            await until(lambda: made.control.members() and len(made.reports) > count)
+            return made.reports[-1].engines
+
+        await until(are_believed)  # once Kubernetes has said where the node is
+        assert [each.url for each in made.reports[-1].engines] == ["http://10.0.0.1:8100"]
+        assert set(made.drops) == {"not_its_host"}

@@ -94,13 +94,16 @@ async def test_an_engine_that_pdx_is_not_in_gets_none_of_it(monkeypatch):
         assert not any("pdx_hints" in json.dumps(body) for body in bodies)
 
 
-async def test_who_says_nothing_waits_for_nothing(made, monkeypatch):
-    monkeypatch.setattr(orders.Orders, "verdicts", None)  # would raise
+async def test_who_says_nothing_waits_for_nothing(made):
     for body in ({}, {"pdx_hints": None}, {"pdx_hints": {"version": 1}}):
         status, headers, _ = await made.post(COMPLETIONS, {**BODY, **body})
         assert status == 200
         assert "X-PDX-Hints" not in headers
     assert "pdx_hints" not in json.dumps(made.prefill.bodies)
+    says = {**BODY, "pdx_hints": {"version": 1, "priority": 5}}
+    asked = asyncio.create_task(made.post(COMPLETIONS, says, headers={"X-Request-Id": "says"}))
+    assert await answer(made.node) == "says", "of the others no node was asked"
+    assert (await asked)[0] == 200
 
 
 async def test_an_envelope_that_makes_no_sense_costs_its_request_nothing(made, monkeypatch):

@@ -84,11 +84,10 @@ async def test_a_long_prompt_is_measured_by_engines_of_its_model():
         assert "maximum context length is 64 tokens" in json.loads(raw)["error"]["message"]
 
 
-async def test_an_engine_whose_list_does_not_come_keeps_a_request_waiting_once(monkeypatch):
+async def test_an_engine_whose_list_does_not_come_keeps_a_request_waiting_once():
     async with cluster(prefills=0, decodes=2, key="Bearer k") as made:
         silent = made.decodes[1]
         silent.fault = "hang"
-        monkeypatch.setattr(probe, "_AGAIN_S", 0.0)
         listed = silent.listed
 
         def ask():

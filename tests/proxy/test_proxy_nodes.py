@@ -10,7 +10,7 @@ from proxy_harness import BODY, CHAT, COMPLETIONS, TALK, cluster, until, within
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.messages import Mark
-from pdx.wire.proxy import Prefilled, decode_from_proxy
+from pdx.wire.proxy import Prefilled
 
 PATIENT = {"heartbeat_timeout_s": 60.0, "known": False}  # nodes report once in these tests, and only where placed
 REQUESTS = {"forward": (COMPLETIONS, {**BODY, "stream": True}), "sampled": (COMPLETIONS, BODY), "chat": (CHAT, TALK)}
@@ -116,10 +116,10 @@ async def test_a_transfer_is_cancelled_where_it_is_known(gone, detached, told):
         await made.metric_reaches(1, "pdx_proxy_cancels_total")
         await made.node.report(listen="ipc:///new")  # all hear of it, after what they heard before
         for node in nodes:
-            heard = decode_from_proxy(await within(node.socket.recv()))
+            heard = await node.heard(object)
             if isinstance(heard, Prefilled):  # the same nodes hear of that, too
                 assert node.name in told
-                heard = decode_from_proxy(await within(node.socket.recv()))
+                heard = await node.heard(object)
             assert isinstance(heard, messages.Cancel) == (node.name in told), node.name
 
 
@@ -230,7 +230,7 @@ async def test_moments_of_another_host_are_told_by_this_hosts_clock(made):
 async def test_nodes_hear_of_a_session_before_its_legs_which_name_it():
     async with cluster(**PATIENT) as made:
         await place(made, "one", "two")
-        one, two = made._others
+        one, two = made.others
         long = "of a client, 🙂 " * 50
         told = set()
         for name, (path, body) in zip(("a", "a", long), REQUESTS.values(), strict=True):
