@@ -1,16 +1,21 @@
 """Merging the two legs' answers, and cutting streams into events."""
 
+import asyncio
 import json
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.errors import ProtocolError
-from pdx.proxy import answer, sse
-from pdx.proxy.answer import FirstTokenDiffers, Forwarded, Sent, decode_prefill
+from pdx.proxy import sse
+from pdx.proxy.answer import FirstTokenDiffers, Forwarded, decode_prefill
 from pdx.proxy.engines import Engine
 from pdx.proxy.routes import Route
+
+ENGINE = Engine(url="http://d", name="d", prefills=False, decodes=True, named=True)
 
 
 def prefill(text="A", finish="length", tokens=(7,), prompt=(1, 2, 3)):
@@ -55,11 +60,19 @@ def test_prefill_answer_must_be_one(raw):
 
 def behind(text="", *, continues=True):
     """The client has that much of the prefill engine; whether the decode engine has been told."""
-    shape = Forwarded(Route.COMPLETIONS, None, None, None)
-    whole = decode_prefill(prefill(text or "A"))
-    shape.sent = Sent(whole, Engine(url="http://d", name="d", prefills=False, decodes=True, named=True))
-    shape._head = answer._encode(answer._chunk(whole))[:-1]
-    shape._owed, shape.continues = text, continues
+
+    async def sent():
+        there = asyncio.Event()
+        whole = asyncio.get_running_loop().create_future()
+        whole.set_result(decode_prefill(prefill(text)))
+        reply = SimpleNamespace(write=AsyncMock(side_effect=lambda *_, **how: there.set()))
+        shape = Forwarded(Route.COMPLETIONS, None, whole, lambda _: whole.result())
+        decode = SimpleNamespace(engine=ENGINE, read_some=there.wait)
+        await shape.first(SimpleNamespace(reply=reply, stream_options={}), decode)
+        return shape
+
+    shape = asyncio.run(sent())
+    shape.continues = continues
     return shape
 
 

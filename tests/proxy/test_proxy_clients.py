@@ -383,7 +383,7 @@ async def test_an_address_that_cannot_be_had_is_named(address, said):
 async def test_an_error_of_the_proxy_is_logged_once_and_counted(caplog):
     """A client that has found one could fill the disk with traces."""
     async with cluster() as made:
-        with mock.patch.object(made.proxy, "_probes", mock.Mock(answer=mock.Mock(side_effect=ZeroDivisionError))):
+        with mock.patch.object(aiohttp.ClientSession, "request", side_effect=ZeroDivisionError):
             for _ in range(20):
                 assert (await made.get("/v1/models"))[0] == 500
         assert made.proxy.env.counters["internal_errors"] == 20
