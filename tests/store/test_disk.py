@@ -13,13 +13,15 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from disk_bed import MIB, Bed, closing_all, disk_image, is_root, key, kv_content, small_disk
+from disk_bed import MIB, Bed, closing_all, disk_image, is_root, key, kv_content, small_disk, without_direct_io
 from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from steps import lines_run
+from traced import traced
 
+from pdx.errors import ArenaFull
 from pdx.memory.keys import named_key
 from pdx.store import store_tier
 from pdx.store.disk import chunk_file, files, folder, pins
@@ -47,12 +49,12 @@ def make(tmp_path):
 def test_what_is_loaded_by_way_of_the_page_cache_is_what_was_stored(make, monkeypatch, nbytes, layers, codec):
     """Also where a system call does less than it was asked for."""
     write, read = os.pwrite, os.preadv
-    monkeypatch.setattr(folder, "takes_direct", lambda root: False)
+    without_direct_io(monkeypatch)
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: write(fd, buffers[0][:MIB], offset))
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:MIB]], offset))
     bed = make(limit_bytes=64 * MIB, slot_bytes=nbytes, slots=2, codec=codec, content=kv_content)
     assert bed.store(7, nbytes=nbytes, layers=layers)
-    [file] = bed.tier._index.of(key(7))
+    file = bed.of(7)
     assert (file.coded > 0) == (codec == "lossless")
     assert bed.disk_bytes <= bed.tier.used_bytes == file.charge
     bed.restart()
@@ -69,7 +71,7 @@ def test_the_cap_is_kept_where_blocks_are_not_of_4_kib(tmp_path):
         disk_image(tmp_path / "tier", 64 * MIB, "-b 4096 -O bigalloc -C 65536"),
         contextlib.closing(Bed(tmp_path, limit_bytes=8 * MIB, slot_bytes=(100 << 10) + 1, slots=2)) as bed,
     ):
-        assert bed.tier._folder.block_bytes == 65_536
+        assert bed.block_bytes == 65_536
         for number in range(100):
             assert bed.store(number)
         assert 0.9 * bed.limit_bytes < bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
@@ -123,14 +125,13 @@ def test_of_two_disks_with_a_named_chunk_the_newer_one_wins(tmp_path, monkeypatc
 def test_a_disk_whose_files_are_not_told_hides_no_named_chunks_of_others_for_long(tmp_path, monkeypatch):
     """It may have newer ones; that it had them is known when it answers again."""
     monkeypatch.setattr(tier_stage, "key", lambda number: named_key(str(number)))
-    real, arrived, opened = folder.listed, threading.Event(), threading.Event()
+    real, arrived, opened = os.scandir, threading.Event(), threading.Event()
 
-    def listed(root, is_over, *settings):
-        if root == new.root:
-            is_over()
+    def scandir(path):
+        if path == new.root:
             arrived.set()
             assert opened.wait(60)
-        return real(root, is_over, *settings)
+        return real(path)
 
     with closing_all(Bed) as make:
         (tmp_path / "old").mkdir(), (tmp_path / "new").mkdir()
@@ -141,7 +142,7 @@ def test_a_disk_whose_files_are_not_told_hides_no_named_chunks_of_others_for_lon
         for bed in (old, new):
             bed.close_tier()
         os.utime(old.file(1), (1, 1))
-        monkeypatch.setattr(folder, "listed", listed)
+        monkeypatch.setattr(os, "scandir", scandir)
         new.open(wait=False)
         assert arrived.wait(60)
         old.open(wait=False)
@@ -165,8 +166,8 @@ def test_a_disk_whose_files_are_not_told_hides_no_named_chunks_of_others_for_lon
         assert new.tier.status().is_up
 
 
-def pins_of(bed):
-    return dict(bed.tier._index.pins)
+def pinned(bed):
+    return [number for number in range(16) if bed.tier.is_pinned(key(number))]
 
 
 def test_pins_outlive_the_node_and_end_with_their_chunks(make):
@@ -181,16 +182,21 @@ def test_pins_outlive_the_node_and_end_with_their_chunks(make):
     bed.settle()
     assert pins.read(bed.root) == {key(1): 2}, "so that a node that is killed now leaves no others"
     bed.restart()
-    assert pins_of(bed) == {key(1): 2}
-    assert bed.tier._index.pinned_bytes == bed.charge
+    assert pinned(bed) == [1]
+    bed.tier.pin([key(0)], pinned=True, share=0.5)
+    with pytest.raises(ArenaFull, match=f"{3 * bed.charge} bytes would be pinned"):
+        bed.tier.pin([key(2)], pinned=True, share=0.5)
+    bed.tier.pin([key(0)], pinned=False, share=0.5)
     for number in range(4, 12):
         assert bed.store(number)
     assert bed.has(1)
     bed.tier.pin([key(11)], pinned=True, share=1.0)  # which a thread notes …
-    bed.tier.pin([key(1), key(1)], pinned=False, share=1.0)
+    bed.tier.pin([key(1)], pinned=False, share=1.0)
+    assert pinned(bed) == [1, 11], "it was pinned twice"
+    bed.tier.pin([key(1)], pinned=False, share=1.0)
     bed.tier.evict([key(11)])
     bed.restart()  # at once: what no thread has written is written by then
-    assert pins_of(bed) == {}
+    assert pinned(bed) == []
 
 
 def test_a_pin_that_could_not_be_noted_is_noted_with_the_next_one(make, monkeypatch):
@@ -221,14 +227,14 @@ def test_pins_of_what_is_not_there_or_does_not_fit_any_more_are_dropped(make, ca
     bed.limit_bytes = 2 * CHARGE
     bed.open()
     bed.settle()
-    assert len(pins_of(bed)) == len(bed.files) == 2
+    kept = pinned(bed)
+    assert len(kept) == len(bed.files) == 2
     assert bed.tier.used_bytes == 2 * CHARGE
     assert bed.counters["disk_pins_dropped"] == 1
     assert "cap is smaller" in caplog.text
-    kept = pins_of(bed)
-    assert pins.read(bed.root) == kept
+    assert pins.read(bed.root) == {key(number): 1 for number in kept}
     bed.restart()
-    assert pins_of(bed) == kept
+    assert pinned(bed) == kept
 
 
 @pytest.mark.parametrize(
@@ -239,13 +245,13 @@ def test_pins_of_what_is_not_there_or_does_not_fit_any_more_are_dropped(make, ca
         (b"pdx pins 1\n" + key(1).hex().encode() + b" 3\nnonsense\n" + key(1).hex().encode() + b" 1\n", {key(1): 1}),
     ],
 )
-def test_what_a_killed_node_has_left_of_the_pins_is_read(tmp_path, monkeypatch, text, found):
+def test_what_a_killed_node_has_left_of_the_pins_is_read(tmp_path, text, found):
     (tmp_path / pins.NAME).write_bytes(text)
     assert pins.read(tmp_path) == found
     pins.write(tmp_path, {key(3): 1})
     assert pins.read(tmp_path) == found | {key(3): 1}
-    monkeypatch.setattr(pins, "_ANEW_BYTES", 1)
-    pins.write(tmp_path, {key(3): 0, key(4): 5})
+    others = {number.to_bytes(16, "little"): 0 for number in range(40_000)}  # with them it is long: it is written anew
+    pins.write(tmp_path, others | {key(3): 0, key(4): 5})
     assert pins.read(tmp_path) == found | {key(4): 5}
     assert (tmp_path / pins.NAME).stat().st_size == 11 + sum(34 + 1 for _ in found) + 35
 
@@ -270,14 +276,7 @@ def test_the_page_cache_has_no_copy(make):
 
 
 def test_a_file_system_without_direct_io_is_said(make, monkeypatch, caplog):
-    real = os.open
-
-    def refusing(path, flags, *args, **settings):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *args, **settings)
-
-    monkeypatch.setattr(os, "open", refusing)
+    without_direct_io(monkeypatch)
     bed = make()
     assert bed.store(1)
     assert bed.load(1) is None
@@ -356,6 +355,10 @@ def test_a_file_that_makes_room_is_written_anew_unless_it_is_read(make, gate):
     assert bed.end(load).kind == "missing"  # or all of it, had it been opened before
     bed.settle()
     assert [number for number in (1, 2, 3, 4) if bed.has(number)] == [3, 4]
+    assert bed.load(3) is None
+    first = bed.file(3).stat().st_ino
+    assert bed.store(5)
+    assert bed.file(5).stat().st_ino == first, "once it was read it is no one's any more"
 
 
 def test_the_index_is_bounded(bed, monkeypatch, caplog):
@@ -382,7 +385,8 @@ def test_the_index_is_bounded(bed, monkeypatch, caplog):
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_no_file_has_its_name_before_its_bytes_are_on_the_disk(make, monkeypatch, is_direct):
     """What a machine without power leaves follows from this order, which nothing but the disk may change."""
-    monkeypatch.setattr(folder, "takes_direct", lambda root: is_direct)
+    if not is_direct:
+        without_direct_io(monkeypatch)
     bed = make(limit_bytes=2 * CHARGE)
     calls = []
     for name in ("pwritev", "ftruncate", "utime", "fdatasync", "rename"):
@@ -466,14 +470,21 @@ def test_what_was_forgotten_is_stored_anew_when_its_old_file_is_gone(bed, gate):
 
 def test_where_too_much_was_forgotten_nothing_from_before_is_written(bed, monkeypatch):
     monkeypatch.setattr(store_tier, "MAX_FORGOTTEN", 2)
-    copy = bed.copy([key(1)])
-    assert list(bed.tier.admit(copy).keys) == [0]
+    copies = [bed.copy([key(number)]) for number in (1, 9)]
+    assert [bed.granted(copy) for copy in copies] == [[0], [0]]
     bed.tier.evict([key(number) for number in range(1, 5)])
-    assert len(bed.tier._forgotten._keys) == 2
-    bed.tier.store(Job(copy.number, [Part(key(1), 0, 4, 0, 4, bed.slot(0))], bed.slot_bytes))
-    assert bed.end(copy) is None
+    for number, copy in zip((1, 9), copies, strict=True):
+        assert bed.end(bed.give("store", copy, number, 0, bed.slot(0))) is None
     assert bed.files == []
     assert bed.store(1), "what comes afterwards is stored"
+
+
+def test_copies_that_are_over_leave_nothing(bed):
+    with traced() as held:
+        for _ in range(3000):
+            bed.granted(copy := bed.copy([key(1)]))
+            bed.tier.over(copy)
+        assert held() < 20_000
 
 
 def test_what_is_evicted_before_it_is_read_is_a_miss_and_no_fault(bed, gate):
@@ -629,6 +640,13 @@ class DiskMachine(RuleBasedStateMachine):
                     self.model.move_to_end(number)
         self.bed.tier.refresh(list(map(key, numbers)))
 
+    @rule(number=st.integers(100, 150), count=st.integers(1, 4))
+    def crowd_out(self, number, count):
+        """What nobody wants comes, and the oldest goes, file by file."""
+        for each in range(number, number + count):
+            self.store(each, 16 << 10)
+            self.agrees()
+
     @rule(number=numbers)
     def load(self, number):
         assert self.bed.has(number) == (number in self.model)
@@ -659,7 +677,6 @@ class DiskMachine(RuleBasedStateMachine):
     def agrees(self):
         if hasattr(self, "model"):
             assert self.bed.files == sorted(map(self.path, self.model))
-            assert [each.file.key for each in self.bed.tier._index._order.peek()] == list(map(key, self.order()))
             assert self.bed.disk_bytes <= self.bed.tier.used_bytes <= self.bed.limit_bytes
 
     def teardown(self):

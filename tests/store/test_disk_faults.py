@@ -16,11 +16,12 @@ from disk_bed import MIB, Bed, is_root, key, small_disk
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from traced import traced
 
 from pdx.config import NodeConfig
 from pdx.errors import ConfigError, TierError
-from pdx.store import chunk_format
-from pdx.store.disk import chunk_file, folder, tier
+from pdx.store import chunk_format, store_tier
+from pdx.store.disk import chunk_file, tier
 from pdx.store.disk.files import SILENT_S, THREADS
 from pdx.store.disk.index import FULL_S
 from pdx.store.disk.tier import JOIN_S, DiskTier
@@ -554,16 +555,19 @@ def test_a_cap_that_the_disk_does_not_have_is_lowered_and_said(tmp_path, caplog)
 def _refuse_to_remove(monkeypatch, *numbers):
     """Files of these chunks can be neither removed nor written anew."""
 
-    def refusing(real):
-        def call(path, *args):
-            if any(path.name.startswith(key(number).hex()) for number in numbers):
-                raise TierError(f"{path} cannot be removed", "denied")
-            real(path, *args)
+    unlink, rename = os.unlink, os.rename
 
-        return call
+    def refuse(path):
+        if any(path.name.startswith(key(number).hex()) for number in numbers):
+            raise PermissionError(errno.EACCES, "Permission denied")
 
-    for name in ("remove", "reuse"):
-        monkeypatch.setattr(chunk_file, name, refusing(getattr(chunk_file, name)))
+    def renamed(path, to):
+        if path.suffix == ".chunk":
+            refuse(path)
+        rename(path, to)
+
+    monkeypatch.setattr(os, "unlink", lambda path: refuse(path) or unlink(path))
+    monkeypatch.setattr(os, "rename", renamed)
 
 
 @pytest.mark.parametrize("when", ["it lies there", "it makes room", "it is stored", "it was damaged"])
@@ -670,13 +674,16 @@ def test_a_bug_while_files_are_counted_costs_stores_and_nothing_else(bed, monkey
         raise RuntimeError("a defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "salvage", failing)
+        patch.setattr(os, "scandir", failing)
         bed.open(wait=False)
         while not bed.counters["disk_failed"]:
             bed.turn()
     assert not bed.store(2)
-    bed.tier.evict([key(number) for number in range(100)])
-    assert not bed.tier._evicted, "nobody looks at these"
+    monkeypatch.setattr(store_tier, "MAX_FORGOTTEN", 2)
+    with traced() as held:
+        for number in range(2000):
+            bed.tier.evict([key(number)])
+        assert held() < 20_000, "nobody would look whether these were there"
 
 
 @contextlib.contextmanager
@@ -704,7 +711,7 @@ def test_a_disk_that_is_read_only_when_a_node_starts_is_read(tmp_path, caplog, h
             assert not bed.tier.takes_stores
             assert not bed.store(2)
             assert bed.counters["disk_read_only"] == 1
-            assert bed.tier._folder.is_direct
+            assert bed.counters["disk_not_direct"] == 0
             assert bed.tier.status().state == "read-only"
             assert sum("read-only" in one.message.lower() for one in caplog.records) == 1
             bed.now += PAUSE_S
@@ -823,7 +830,7 @@ def test_an_error_nobody_expected_ends_the_job_and_nothing_else(bed, monkeypatch
     assert bed.counters["disk_failed"] == 1
     assert bed.store(1)
     with monkeypatch.context() as patch:
-        patch.setattr(chunk_file, "read", failing)
+        patch.setattr(os, "open", failing)
         assert bed.load(1).kind == "failed"
     assert not bed.has(1), "it is not asked for again and again"
     bed.now += PAUSE_S

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import random
+import struct
 
 import msgspec
 import pytest
+import xxhash
 from disk_bed import KV_BYTES as CHUNK_BYTES
-from disk_bed import MIB, KvBed, closing_all, key
+from disk_bed import MIB, KvBed, closing_all, content, key
 
 from pdx.errors import TierError
 from pdx.store import chunk_format
@@ -29,9 +30,8 @@ def make(tmp_path):
 # ---- files ----------------------------------------------------------------------------------
 
 
-def test_what_does_not_shrink_is_stored_as_it_is(make, monkeypatch):
-    bed = make()
-    monkeypatch.setattr(bed, "content", lambda number, shard, nbytes: random.Random(number).randbytes(nbytes))
+def test_what_does_not_shrink_is_stored_as_it_is(make):
+    bed = make(content=content)
     assert bed.store(1)
     assert bed.coded(1) == 0
     assert bed.names == [bed.file(1).name]
@@ -53,27 +53,33 @@ def test_room_for_all_of_a_chunk_is_there_before_it_is_encoded(make, gate):
     assert bed.tier.used_bytes < charge + charge
 
 
-def test_a_codec_of_a_later_release_is_a_miss(bed, monkeypatch):
-    real = chunk_format.codec_of
-    monkeypatch.setattr(chunk_format, "codec_of", lambda name: real(LOSSLESS) if name == "later" else real(name))
-    bed.tier._codec = "later"
+def forge(bed, **changes):
+    """Chunk 1 says something else of itself, and has the digest for that."""
+    whole = memoryview(bytearray(bed.path(1).read_bytes()))
+    header = chunk_format.parsed(whole, len(whole), "file")
+    body = msgspec.msgpack.encode(msgspec.structs.replace(header, **changes))
+    prefix = struct.pack("<8sIIQ", b"PDXCHUNK", chunk_format.VERSION, len(body), xxhash.xxh3_64_intdigest(body))
+    whole[: len(prefix + body)] = prefix + body
+    bed.path(1).write_bytes(whole)
+    return header
+
+
+def test_a_codec_of_a_later_release_is_a_miss(bed):
     assert bed.store(1)
-    monkeypatch.setattr(chunk_format, "codec_of", real)
+    forge(bed, codec="later")
     assert bed.load(1).kind == "outdated"
     assert not bed.has(1)
 
 
 @pytest.mark.parametrize(
-    "forge", [lambda sizes: bytes([sizes[0] ^ 1]) + sizes[1:], lambda sizes: sizes + bytes(4)], ids=["size", "number"]
+    "other", [lambda sizes: bytes([sizes[0] ^ 1]) + sizes[1:], lambda sizes: sizes + bytes(4)], ids=["size", "number"]
 )
-def test_slices_that_say_they_are_others_are_damaged(bed, forge):
+def test_slices_that_say_they_are_others_are_damaged(bed, other):
     """By somebody who makes digests, too."""
     assert bed.store(1)
-    whole = memoryview(bytearray(bed.files[0].read_bytes()))
-    header = chunk_format.parsed(whole, len(whole), "file")
-    forged = chunk_format._head(msgspec.structs.replace(header, sizes=forge(header.sizes)))
-    whole[: len(forged)] = forged
-    bed.path(1).write_bytes(whole)
+    header = forge(bed)
+    assert bed.load(1) is None
+    forge(bed, sizes=other(header.sizes))
     assert bed.load(1).kind in ("corrupt", "truncated")
 
 

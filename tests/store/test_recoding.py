@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import random
 
 import pytest
-from disk_bed import KV_BYTES, MIB, KvBed, closing_all, key, kv
+from disk_bed import KV_BYTES, MIB, KvBed, closing_all, content, key, kv
 
-from pdx.errors import TierError
 from pdx.memory.form import Form
-from pdx.store import chunk_format, store_tier
+from pdx.store import chunk_format
 from pdx.store.codecs.codec import LOSSLESS, NONE
 from pdx.store.disk import chunk_file
 
@@ -39,14 +39,23 @@ def recode(bed, numbers, codec, to=None, told=None):
 
 
 def account_is_true(bed):
-    files = list(bed.tier._index.some())
-    assert bed.tier.used_bytes == bed.tier._index.nbytes == sum(file.charge for file in files)
-    assert sorted(chunk_file.path_of(bed.root, file) for file in files) == bed.files
+    assert bed.tier.is_idle
+    files = bed.kept
+    assert sorted(bed.tier.keys()) == [file.key for file in files]
+    assert all(bed.tier.find([file.key], 1) for file in files)
+    assert bed.tier.num_chunks == len(files) == len(bed.files)
+    assert bed.tier.used_bytes == sum(file.charge for file in files)
     assert bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
-    for name in ("_admitted", "_busy", "_later", "_works"):
-        assert not getattr(bed.tier, name), name
-    assert not bed.tier._recoded
-    assert not bed.tier._reading
+
+
+def nothing_is_left(bed):
+    """Of what was under way: all that is there can be removed, and each chunk stored anew."""
+    account_is_true(bed)
+    bed.tier.evict(bed.tier.keys())
+    bed.settle()
+    assert (bed.tier.used_bytes, bed.files) == (0, [])
+    for number in (*range(8), *range(101, 104)):
+        assert bed.store(number)
 
 
 def test_files_are_encoded_and_decoded_in_place(bed):
@@ -72,8 +81,8 @@ def test_files_are_encoded_and_decoded_in_place(bed):
         assert bed.load(number) is None
 
 
-def test_what_does_not_shrink_stays_as_it_is(bed, monkeypatch):
-    monkeypatch.setattr(bed, "content", lambda number, shard, nbytes: random.Random(number).randbytes(nbytes))
+def test_what_does_not_shrink_stays_as_it_is(make):
+    bed = make(content=content)
     assert bed.store(1)
     assert recode(bed, [1], LOSSLESS).done == 1
     assert bed.coded(1) == 0
@@ -97,7 +106,7 @@ def test_a_chunk_that_was_pinned_since_it_was_asked_is_not_replaced_with_a_loss(
         key(3): "pinned",
     }
     assert [bed.has(number) for number in (1, 2, 3, 101, 102, 103)] == [False, True, True, True, False, False]
-    account_is_true(bed)
+    nothing_is_left(bed)
 
 
 def test_what_is_not_there_or_would_meet_another_is_told(bed):
@@ -107,6 +116,7 @@ def test_what_is_not_there_or_would_meet_another_is_told(bed):
     assert recode(bed, [1], str(FORM), to=100).failed == {"busy": 1}
     assert bed.load(1) is None
     assert bed.load(101) is None
+    nothing_is_left(bed)
 
 
 def test_a_form_that_is_not_for_these_chunks_leaves_them(make):
@@ -114,7 +124,7 @@ def test_a_form_that_is_not_for_these_chunks_leaves_them(make):
     assert bed.store(1)
     assert recode(bed, [1], str(FORM), to=100).failed == {"not_encoded": 1}
     assert bed.load(1) is None
-    account_is_true(bed)
+    nothing_is_left(bed)
 
 
 def test_the_cap_holds_meanwhile(make):
@@ -137,7 +147,7 @@ def test_what_cannot_be_read_leaves_no_file_where_another_was_to_make_room(make)
         file.write(b"\1")
     assert recode(bed, [3], LOSSLESS).failed == {"corrupt": 1}
     assert [bed.has(number) for number in range(4)] == [False, True, True, False]
-    account_is_true(bed)
+    nothing_is_left(bed)
 
 
 def test_a_chunk_makes_no_room_for_itself(make):
@@ -145,7 +155,7 @@ def test_a_chunk_makes_no_room_for_itself(make):
     assert bed.store(1)
     assert recode(bed, [1], LOSSLESS).failed == {"busy": 1}
     assert bed.load(1) is None
-    account_is_true(bed)
+    nothing_is_left(bed)
 
 
 def test_a_load_that_comes_to_the_old_file_too_late_reads_the_new_one(bed, gate):
@@ -160,7 +170,7 @@ def test_a_load_that_comes_to_the_old_file_too_late_reads_the_new_one(bed, gate)
     assert bed.end(copy) is None
     assert bed.bytes_at(bed.slot(1)) == kv(1 << 4, KV_BYTES)
     bed.settle()
-    account_is_true(bed)
+    nothing_is_left(bed)
     assert "disk_missing" not in bed.counters
 
 
@@ -186,7 +196,7 @@ def test_what_is_deleted_meanwhile_is_gone(bed, gate):
         until_over(bed, handle)
     assert [handle.done for handle in handles] == [0, 0]
     assert bed.files == []
-    account_is_true(bed)
+    nothing_is_left(bed)
 
 
 def test_a_file_that_is_being_removed_is_not_written_at_the_same_time(bed, gate):
@@ -199,7 +209,7 @@ def test_a_file_that_is_being_removed_is_not_written_at_the_same_time(bed, gate)
     gated.open()
     bed.settle()
     assert bed.load(1) is None
-    account_is_true(bed)
+    nothing_is_left(bed)
 
 
 def test_a_file_is_not_overwritten_while_it_is_read_for_another_form(make, gate):
@@ -214,7 +224,10 @@ def test_a_file_is_not_overwritten_while_it_is_read_for_another_form(make, gate)
     until_over(bed, handle)
     assert (handle.failed, bed.counters["disk_corrupt"]) == ({}, 0)
     assert [bed.has(1), bed.has(2)] == [False, True]
-    account_is_true(bed)
+    nothing_is_left(bed)
+    oldest = bed.file(102).stat().st_ino
+    assert bed.store(1)
+    assert bed.file(1).stat().st_ino == oldest, "it is written anew once it is read no more"
 
 
 def test_it_can_be_cancelled(bed, gate):
@@ -226,25 +239,25 @@ def test_it_can_be_cancelled(bed, gate):
         [(key(number), key(number)) for number in range(10)], LOSSLESS, 1, lambda *each: told.append(each)
     )
     assert gated.arrived.acquire(timeout=60)
-    assert len(bed.tier._recoded) == store_tier.RECODED_AT_ONCE
+    assert bed.end(bed.start_store(20, at=2)) is None, "it takes not all threads"
     handle.cancel()
     gated.open()
     until_over(bed, handle)
     assert handle.failed == {"cancelled": 10}
     assert len(told) == 10
-    account_is_true(bed)
     for number in range(10):
         assert bed.load(number) is None
+    nothing_is_left(bed)
 
 
 def test_a_disk_that_is_full_leaves_the_old_one(bed, monkeypatch):
     assert bed.store(1)
 
-    def full(path, *args, **settings):
-        raise TierError("no space", "full")
+    def full(*args):
+        raise OSError(errno.ENOSPC, "no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunk_file, "write", full)
+        patch.setattr(os, "pwritev", full)
         assert recode(bed, [1], LOSSLESS).failed == {"full": 1}
         assert bed.load(1) is None
     account_is_true(bed)
@@ -258,7 +271,7 @@ def test_whenever_the_node_is_killed_the_next_one_has_the_old_or_the_new(bed, mo
     codec = LOSSLESS if to is None else str(FORM)
     pid = os.fork()
     if not pid:  # a copy of this process, of one thread, does what a thread of the tier does, and dies
-        source = bed.tier._index.of(key(1))[0]
+        source = bed.of(1)
         path = chunk_file.path_of(bed.root, source)
         monkeypatch.setattr(os, call, lambda *args, **settings: os._exit(0))
         from pdx.memory.slot import Slot
@@ -287,11 +300,11 @@ def test_whatever_is_under_way_at_once_no_wrong_byte_is_read_and_the_account_is_
     random_ = random.Random(seed)
     for _ in range(20):
         copies, handles = [], []
-        bed.tier._codec = random_.choice([NONE, LOSSLESS])
+        form = random_.choice(["", LOSSLESS])
         for at in range(10):
             number = random_.randrange(8)
             if (what := random_.random()) < 0.35:
-                copies.append((number, at, bed.start_store(number, at=at)))
+                copies.append((number, at, bed.start_store(number, at=at, form=form)))
             elif what < 0.6 and bed.has(number):
                 copies.append((number, at, bed.start_load(number, at=at)))
             elif what < 0.9:
@@ -316,6 +329,7 @@ def test_whatever_is_under_way_at_once_no_wrong_byte_is_read_and_the_account_is_
     before = bed.tier.used_bytes
     bed.restart()
     assert bed.tier.used_bytes == before
+    nothing_is_left(bed)
 
 
 # ---- a store that nodes share ----------------------------------------------------------------

@@ -230,7 +230,7 @@ def test_a_question_of_many_names_has_one_deadline(monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
     with s3_answers(Slow, monkeypatch):
-        backend = opened("s3://bucket", lookup_s=0.5)
+        backend = opened("s3://bucket", timeout_s=60.0, lookup_s=0.5)
         started_at = time.monotonic()
         with pytest.raises(TierError) as raised:
             backend.heads([str(number) for number in range(100 * backend.batch)], 100)

@@ -1,5 +1,6 @@
 """A disk tier over a real folder, with a control loop that the test turns."""
 
+import errno
 import os
 import subprocess
 from contextlib import contextmanager
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from pdx.store.disk import chunk_file
-from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.disk.chunk_file import NAME, ChunkFile, named
+from pdx.store.disk.folder import block_bytes
 from pdx.store.disk.tier import DiskTier
 from pdx.testing import tier_stage
 from pdx.testing.tier_stage import TierStage
@@ -18,6 +20,18 @@ from pdx.testing.tier_stage import key as key
 
 MIB = 1 << 20
 is_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts a file system")
+
+
+def without_direct_io(patch):
+    """No file can be opened past the page cache."""
+    real = os.open
+
+    def refusing(path, flags, *args, **settings):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args, **settings)
+
+    patch.setattr(os, "open", refusing)
 
 
 def _blocks(path):
@@ -51,6 +65,7 @@ class Bed(TierStage):
         self.root, self.limit_bytes, self.settings, self._waits = folder / "tier", limit_bytes, settings, wait
         content = settings.pop("content", tier_stage.content)
         super().__init__(folder, self._make_tier, slot_bytes=slot_bytes, slots=slots, content=content)
+        self.block_bytes = block_bytes(self.root)
 
     def _make_tier(self, host):
         return DiskTier(host, self.root, self.limit_bytes, **self.settings)
@@ -85,13 +100,23 @@ class Bed(TierStage):
         return sorted(path for path in self.root.glob("??/*"))
 
     @property
+    def kept(self):
+        """The whole ones, as their names say what they are."""
+        return [named(match, self.block_bytes) for path in self.files if (match := NAME.fullmatch(path.name))]
+
+    def of(self, number):
+        """The one file of a chunk."""
+        [file] = [file for file in self.kept if file.key == tier_stage.key(number)]
+        return file
+
+    @property
     def disk_bytes(self):
         return sum(_blocks(path) for path in self.files)
 
     @property
     def charge(self):
         """Bytes of the cap that a chunk of one slot takes."""
-        return chunk_file.disk_bytes(self.slot_bytes, 4, block_bytes=self.tier._folder.block_bytes)
+        return chunk_file.disk_bytes(self.slot_bytes, 4, block_bytes=self.block_bytes)
 
 
 KV_BYTES = 256 << 10  # of a chunk of a `KvBed`
@@ -119,11 +144,11 @@ class KvBed(Bed):
 
     def coded(self, number: int, shard: int = 0) -> int:
         """Bytes of its file behind the header; 0: it is not encoded, or not there."""
-        return next((file.coded for file in self.tier._index.of(tier_stage.key(number)) if file.shard == shard), 0)
+        of_key = (file for file in self.kept if file.key == tier_stage.key(number))
+        return next((file.coded for file in of_key if file.shard == shard), 0)
 
     def path(self, number: int) -> Path:
-        (file,) = self.tier._index.of(tier_stage.key(number))
-        return chunk_file.path_of(self.root, file)
+        return chunk_file.path_of(self.root, self.of(number))
 
 
 @contextmanager
