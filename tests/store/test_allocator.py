@@ -1,7 +1,6 @@
 """The allocator against a model that keeps one entry per 4 KB granule."""
 
 import pytest
-from allocator_records import check
 from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,10 +14,6 @@ GRANULES = 64
 def one(allocator, nbytes):
     """The offset of one more slot, None where no hole is large enough."""
     return next(iter(allocator.allocate_many(nbytes, 1)), None)
-
-
-def largest_hole(allocator):
-    return max(allocator._hole_at.values(), default=0)
 
 
 class Model:
@@ -108,17 +103,24 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_model(self):
-        check(self.allocator)
-        holes = self.model.holes()
-        assert self.allocator.free_bytes == sum(size for size, _ in holes) * ALIGNMENT
-        assert largest_hole(self.allocator) == max((size for size, _ in holes), default=0) * ALIGNMENT
-        assert len(self.allocator._slots) == len(self.slots())
+        slots = [(self.model.owners.count(start), start) for start in self.slots()]
+        holes = {start: size for size, start in self.model.holes()}
+        free = sum(holes.values())
+        said = (
+            f"{(GRANULES - free) * ALIGNMENT} of {GRANULES * ALIGNMENT} bytes, {len(slots)} slots, {len(holes)} holes"
+        )
+        assert repr(self.allocator) == f"<Allocator {said}>"
+        assert self.allocator.free_bytes == free * ALIGNMENT
+        ends = {start + size: start for size, start in [*slots, *self.model.holes()]}
+        for at in range(GRANULES + 1):
+            assert self.allocator.hole_bytes(at * ALIGNMENT) == holes.get(at, 0) * ALIGNMENT
+            before = ends.get(at)
+            assert self.allocator.before(at * ALIGNMENT) == (None if before is None else before * ALIGNMENT)
 
     def teardown(self):
         for start in self.slots():
             self.allocator.free_many([start * ALIGNMENT])
-        check(self.allocator)
-        assert largest_hole(self.allocator) == self.allocator.free_bytes == self.allocator.total_bytes
+        assert self.allocator.hole_bytes(0) == self.allocator.free_bytes == self.allocator.total_bytes
 
 
 TestAllocator = AllocatorMachine.TestCase
@@ -146,4 +148,3 @@ def test_holes_that_come_and_go_hide_none():
         assert allocator.allocate_many(ALIGNMENT, 3) == slots[60:63]
         allocator.free_many([slots[60], slots[62]])  # … that are there again
     assert allocator.allocate_many(ALIGNMENT, GRANULES) == slots[::2]
-    check(allocator)

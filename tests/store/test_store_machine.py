@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from allocator_records import check
 from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -563,7 +562,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.index.pinned_bytes == sum(record.slot.nbytes for record in self.live.values() if record.pins)
         assert self.store.num_leases == len(self.leases)
         assert self.store.free_bytes == self.free_bytes()
-        check(self.store.pools[0]._allocator)
         named_keys = {r.key for r in self.live.values() if r.blocks and r.state is State.SEALED}
         assert len(self.store.index.siblings) == len(named_keys)
         assert writing(self.store) == {r.slot.offset for r in self.live.values() if r.state in WRITABLE}
@@ -588,7 +586,8 @@ class StoreMachine(RuleBasedStateMachine):
 
 def writing(store):
     """Offsets of chunks that somebody may still write, by what the store knows of their writers."""
-    return {chunk.slot.offset for group in store.index.writers._groups.values() for chunk in group}
+    writers = store.index.writers
+    return {chunk.slot.offset for session, _, _ in writers.sizes() for chunk in writers.of(session)}
 
 
 StoreMachine.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=50)

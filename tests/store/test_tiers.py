@@ -12,6 +12,8 @@ from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from steps import calls_run
+from traced import traced
 
 from pdx.errors import NodeError
 from pdx.memory.arena import GRANULE_BYTES, Arena
@@ -41,7 +43,7 @@ class DictTier(Tier):
     """A fake: chunks in a dictionary, jobs that end by `end`."""
 
     kind = name = "below"
-    is_whole = True
+    is_whole = takes_stores = True
 
     def __init__(self, arena, copies_of):
         self.arena = arena
@@ -186,9 +188,8 @@ class Stage:
     def assert_idle(self):
         self.end_all()
         assert len(self.copies) == 0
-        assert not self.copies._items
-        assert not self.copies._queues
-        assert not self.copies._touched
+        queue = self.copies.queue(self.tier)
+        assert (queue.copies, queue.in_flight, queue.loads, queue.stored_bytes) == ({}, 0, 0, 0)
         for chunk in self.store.index.slots[0].values():
             assert chunk.leases == 0
             assert chunk.state is State.SEALED, "what is not sealed has no owner any more"
@@ -385,23 +386,40 @@ def test_a_store_that_is_late_keeps_no_load_from_the_tier(stage):
     assert stage.may_come([0])
 
 
-def test_what_is_sealed_before_a_tier_takes_stores_is_stored_when_it_does(stage, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(DictTier, "takes_stores", False)
-        stage.save([0, 1])
-        assert not stage.tier.jobs
-        assert held(stage) == 0
+def test_what_is_sealed_before_a_tier_takes_stores_is_stored_when_it_does(stage):
+    stage.tier.takes_stores = False
+    stage.save([0, 1])
+    assert not stage.tier.jobs
+    assert held(stage) == 0
+    stage.tier.takes_stores = True
     stage.turn()
     stage.end_all()
     assert len(stage.tier.chunks) == 2
 
 
-def test_what_waits_to_be_stored_costs_nothing_while_there_is_no_room(stage, monkeypatch):
+def test_what_waits_to_be_stored_costs_nothing_while_there_is_no_room(stage):
     stage.save(list(range(GRANULES)))
-    looks = []
-    monkeypatch.setattr(stage.store.index, "known", lambda *args: looks.append(args))
-    stage.turn()
-    assert not looks
+    with calls_run() as calls:
+        stage.turn()
+    assert not [name for file, name in calls if file.endswith("store/index.py")], "no chunk is looked at"
+
+
+def test_what_is_over_leaves_nothing(stage):
+    stage.save([0])
+    stage.end_all()
+    with traced() as held:
+        for number in range(300):
+            tier = DictTier(stage.arena, lambda: stage.copies)  # one among peers that come and go
+            stage.copies.store(
+                tier, [key(0)], 1, priority=Priority.HANDOFF, deadline=stage.now + 1, transfer=f"transfer {number}"
+            )
+            stage.copies.pump()
+            stage.copies.changed(stage.store.find([key(0)], 1)[0])
+            if number % 2:
+                stage.copies.cancel(f"transfer {number}")
+            tier.end()
+        del tier
+        assert held() < 50_000
 
 
 def test_one_chunk_that_cannot_be_loaded_costs_none_of_the_others(stage):

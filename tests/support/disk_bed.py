@@ -34,6 +34,11 @@ def without_direct_io(patch):
     patch.setattr(os, "open", refusing)
 
 
+def is_file(opened, path):
+    """Whether that is the file that was opened, under another name perhaps."""
+    return os.path.samestat(os.fstat(opened.fileno()), path.stat())
+
+
 def _blocks(path):
     """Bytes on the disk; none where the file was removed meanwhile, by a thread of the tier."""
     try:
