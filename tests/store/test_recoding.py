@@ -225,9 +225,11 @@ def test_a_file_is_not_overwritten_while_it_is_read_for_another_form(make, gate)
     assert (handle.failed, bed.counters["disk_corrupt"]) == ({}, 0)
     assert [bed.has(1), bed.has(2)] == [False, True]
     nothing_is_left(bed)
-    with bed.file(102).open("rb") as oldest:
-        assert bed.store(1)
-        assert is_file(oldest, bed.file(1)), "it is written anew once it is read no more"
+    assert bed.store(1)
+    assert bed.store(2)
+    with bed.file(1).open("rb") as oldest:
+        assert bed.store(3)
+        assert is_file(oldest, bed.file(3)), "it is written anew once it is read no more"
 
 
 def test_it_can_be_cancelled(bed, gate):
