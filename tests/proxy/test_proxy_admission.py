@@ -1,6 +1,7 @@
 """Who is let in, with which key, and how many requests at a time."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from test_proxy_workers import PATIENT_S, workers
 
 from pdx.errors import ConfigError, RequestRefused
 from pdx.proxy import admission
-from pdx.proxy.admission import MAX_NAMES, Admission, Key, _Uses, load_keys
+from pdx.proxy.admission import MAX_NAMES, Admission, Key, load_keys
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.exchange import KEY_ROWS, Seat
 from pdx.security import reread
@@ -187,53 +188,94 @@ async def test_a_key_has_so_many_requests_at_a_time(keys):
         assert set(made.proxy.drain.seat.uses[2::3]) == {0}
 
 
-def test_a_key_has_so_many_requests_in_a_minute():
-    key, uses = Key("alice", per_minute=60), _Uses(Seat.alone())
+class Worker:
+    """Lets in who shows a key: of each name the one that `key_of` makes of it."""
+
+    def __init__(self, file, seat):
+        self.admission = Admission(ProxyConfig(api_keys=file), Env(), seat)
+        self.under_way = contextlib.AsyncExitStack()
+
+    async def begin(self, name):
+        """A request, which goes on until `end`."""
+        request = type("Request", (dict,), {"path": COMPLETIONS, "headers": shown(key_of(name))})()
+
+        async def served(request):
+            await self.under_way.enter_async_context(self.admission.counted(request))
+
+        assert await self.admission.guard(request, served) is None
+
+    async def end(self):
+        await self.under_way.aclose()
+
+    async def ask(self, name, times=1):
+        for _ in range(times):
+            await self.begin(name)
+            await self.end()
+
+
+def key_of(name):
+    return name.encode().hex().zfill(64)
+
+
+async def test_a_key_has_so_many_requests_in_a_minute(keys):
+    file = keys(f"alice {key_of('alice')} per-minute=60\nbob {key_of('bob')} per-minute=1")
+    made = Worker(file, Seat.alone())
     now = 10**18
     with mock.patch.object(admission.time, "monotonic_ns", side_effect=lambda: now):
-        for _ in range(60):
-            uses.end(uses.begin(key))
+        await made.ask("alice", 60)
         for _ in range(3):
             with pytest.raises(RequestRefused, match="alice has asked 60 requests within a minute") as told:
-                uses.begin(key)
+                await made.ask("alice")
             assert (told.value.status, told.value.retry_after_s) == (429, 1)
-        uses.end(uses.begin(Key("bob", per_minute=1)))
+        await made.ask("bob")
         now += 2 * 10**9
-        for _ in range(2):
-            uses.end(uses.begin(key))
+        await made.ask("alice", 2)
         with pytest.raises(RequestRefused):
-            uses.begin(key)
+            await made.ask("alice")
         now += 60 * 10**9
-        for _ in range(60):
-            uses.end(uses.begin(key))
-        uses.end(uses.begin(Key("bob", per_minute=1)))
+        await made.ask("alice", 60)
+        await made.ask("bob")
         with pytest.raises(RequestRefused, match="bob has asked 1 ") as told:
-            uses.begin(Key("bob", per_minute=1))
+            await made.ask("bob")
         assert told.value.retry_after_s == 60
 
 
-def test_workers_count_each_others_requests_and_more_names_than_rows_end_nothing():
+async def test_workers_count_each_others_requests_and_more_names_than_rows_end_nothing(keys):
     cells = memoryview(bytearray(8 * Seat.sizes(3)[2])).cast("q")
     loads = memoryview(bytearray(24)).cast("q")
-    one, two, _ = (_Uses(Seat(number, loads, loads, cells)) for number in range(3))
-    key = Key("alice", max_concurrent=2)
-    held = [one.begin(key), two.begin(key)]
+
+    def workers_of(*names):
+        file = keys("".join(f"{name} {key_of(name)} max-concurrent={2 - ('name' in name)}\n" for name in names))
+        return [Worker(file, Seat(number, loads, loads, cells)) for number in range(3)]
+
+    one, two, _ = workers_of("alice")
+    for each in (one, two):
+        await each.begin("alice")
     for each in (one, two):
         with pytest.raises(RequestRefused):
-            each.begin(key)
-    one.end(held[0])
-    held[0] = two.begin(key)
-    for each in held:
-        two.end(each)
-    keys = [Key(f"name{number}", max_concurrent=1) for number in range(2 * MAX_NAMES)]
-    begun = [one.begin(each) for each in keys]  # half of them are in the file no more
-    assert len(set(begun)) == len(keys), "names shared rows, and one was refused what another did"
-    for each in begun:
-        one.end(each)
-    more = (one.end(one.begin(Key(f"more{number}"))) for number in range(KEY_ROWS))
+            await each.begin("alice")
+    await one.end()
+    await two.begin("alice")
+    await two.end()
+    begun = []
+    for file in range(2):  # the first names are in the file no more
+        names = [f"name{file}-{number}" for number in range(MAX_NAMES)]
+        begun.append((workers_of(*names)[0], names))
+        for name in names:
+            await begun[-1][0].begin(name)  # else it shares a row, and is refused what another one did
+    for each, _ in begun:
+        await each.end()
+
+    async def ask_with_more():
+        for file in range(KEY_ROWS // MAX_NAMES):
+            more = [f"more{file}-{number}" for number in range(MAX_NAMES)]
+            each = workers_of(*more)[0]
+            for name in more:
+                await each.ask(name)
+
     with pytest.raises(RequestRefused, match="has to be restarted"):
-        list(more)
-    one.end(one.begin(keys[0]))
+        await ask_with_more()
+    await begun[0][0].ask(begun[0][1][0])
     assert not any(any(cells[2 + number :: 5]) for number in range(3))
 
 
