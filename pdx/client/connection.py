@@ -242,6 +242,8 @@ class Connection(Closing):
         :raises NodeUnavailable: none came within `timeout_s`, or the node has died.
         :raises NodeError, ProtocolError: the node refused.
         """
+        if not self.is_alive and not self._stop.is_set():  # the next one there knows nothing of this process
+            raise NodeUnavailable(f"the node at {self.address} has died")
         until = time.monotonic() + timeout_s
         seq = self.ask(body)
         while (answer := self.collect(seq, min(_LOOK_S, until - time.monotonic()))) is None:

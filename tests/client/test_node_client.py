@@ -232,7 +232,7 @@ def test_closing_gives_everything_back(node, other):
     status = other.status()
     assert (status.leases, status.chunks) == (0, {"sealed": 1})
     kept[:1] = b"x"  # still mapped: no crash, whatever it is good for
-    with pytest.raises(NodeUnavailable):
+    with pytest.raises(NodeUnavailable, match="closed"):
         client.status()
     with pytest.raises(NodeUnavailable):
         client._connection.ask(Abort([]))

@@ -1,11 +1,13 @@
 """Processes that die or stop at the worst moment; real signals, real memory (invariants 2 to 4)."""
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from node_harness import MIB, arenas_of, attached, is_stopped
 
 import pdx
+from pdx.client import connection
 from pdx.errors import NodeUnavailable
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Ping
@@ -109,13 +111,18 @@ def test_silence_alone_frees_nothing(node, puppets, client):
 def test_a_killed_node_is_noticed_and_the_next_one_cleans_up(start_node, address, place):
     node = start_node()
     with pdx.connect(address, timeout_s=30.0) as client:
-        assert client._connection.is_alive
-        old_epoch = client._connection.epoch
+        epoch = client.status().epoch
         with client.reserve("a", MIB) as chunk:
             chunk.seal()
         reader = client.get("a")
-        node.kill()
-        wait_until(lambda: not client._connection.is_alive, timeout_s=BACK_S)
+        node.signal(signal.SIGSTOP)
+        wait_until(lambda: is_stopped(node.pid))
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.status)
+            wait_until(waiting.running)
+            node.kill()
+            with pytest.raises(NodeUnavailable, match="has died"):
+                waiting.result()
         assert len(arenas_of(address)) == 1, "nobody was there to remove it"
         stale = arenas_of(address)[0]
         assert (place / "node.sock").is_socket()
@@ -125,23 +132,23 @@ def test_a_killed_node_is_noticed_and_the_next_one_cleans_up(start_node, address
         assert len(arenas_of(address)) == 1
         assert len(bytes(reader.view)) == MIB, "the old memory stays mapped as long as somebody looks"
         with pdx.connect(address, timeout_s=30.0) as fresh:
-            assert fresh._connection.epoch != old_epoch
-            assert fresh.status().free_bytes == 8 * MIB
+            status = fresh.status()
+            assert status.epoch != epoch
+            assert status.free_bytes == 8 * MIB
             assert fresh.lookup(["a"]) == 0
-        assert not client._connection.is_alive, "dead for good, whoever answers there now"
+        with pytest.raises(NodeUnavailable, match="has died"):  # for good, whoever answers there now
+            client.status()
 
 
-def test_a_stopped_node_is_alive_and_late_answers_are_given_back(node, address, monkeypatch):
-    with pdx.connect(address, timeout_s=30.0) as client:
+def test_a_stopped_node_is_alive_and_late_answers_are_given_back(node, address):
+    link = connection.attached(address, 30.0)
+    with pdx.Node(link, 30.0) as client:
         node.signal(signal.SIGSTOP)
         wait_until(lambda: is_stopped(node.pid))
-        with monkeypatch.context() as patch:
-            patch.setattr(client, "_timeout_s", 0.1)
-            with pytest.raises(NodeUnavailable):
-                client.reserve("a", MIB)
-            with pytest.raises(NodeUnavailable):
-                client.get("a")
-        assert client._connection.is_alive
+        hasty = pdx.Node(link, 0.1)
+        for ask in (lambda: hasty.reserve("a", MIB), lambda: hasty.get("a")):
+            with pytest.raises(NodeUnavailable, match="does not answer within"):
+                ask()
         node.signal(signal.SIGCONT)
         with attached(address) as other:
             wait_until(lambda: other.status().free_bytes == 8 * MIB, timeout_s=2 * BACK_S)
@@ -158,7 +165,8 @@ def test_the_clean_end_of_a_node_leaves_nothing(start_node, address, place, numb
         assert node.process.wait(30) == 0
         assert not arenas_of(address)
         assert not (place / "node.sock").exists()
-        wait_until(lambda: not client._connection.is_alive, timeout_s=BACK_S)
+        with pytest.raises(NodeUnavailable, match="has died"):
+            client.status()
 
 
 def test_a_client_that_reads_no_answers_costs_only_itself(node, address, client):
