@@ -114,20 +114,20 @@ def test_what_a_caller_gave_up_waiting_for_is_given_back_all_the_same(node, conn
     wait_until(lambda: connection.call(Status(), 30.0).chunks == {})
 
 
-def test_answers_that_nobody_reads_for_a_while_are_not_dropped(start_node, connect):
+def test_answers_that_nobody_reads_for_a_while_are_not_dropped(start_node, connect, monkeypatch):
     """What they grant could not be given back. The node drops answers to a process that takes none."""
+    monkeypatch.setattr("pdx.client.connection.HEARTBEAT_S", 600.0)  # so that no thread of this process reads
     node = start_node(arena_bytes=16 * MIB)
     connection = connect(node.address)
     assert connection.attach(30.0)
-    with connection._lock:  # so that no thread of this process reads
-        stop(node)
-        seqs = [connection.ask(messages.Admit([key], GRANULE_BYTES)) for key in keys(4000)]
-        node.signal(signal.SIGCONT)
-        wait_until(lambda: connection._flush() or connection._outbox.next is None)
-        with attached(node.address) as wire:
-            wait_until(lambda: wire.status().chunks == {"filling": 4000})
-        for seq in seqs:
-            connection.forget(seq)
+    stop(node)
+    seqs = [connection.ask(messages.Admit([key], GRANULE_BYTES)) for key in keys(4000)]
+    node.signal(signal.SIGCONT)
+    with attached(node.address) as wire:
+        last = messages.Mark(TRANSFER, "event", 7)  # it goes behind all that waits
+        wait_until(lambda: connection.tell(last) or wire.status().chunks == {"filling": 4000})
+    for seq in seqs:
+        connection.forget(seq)
     wait_until(lambda: connection.call(Status(), 30.0).chunks == {})
 
 
@@ -296,7 +296,7 @@ def test_a_node_is_silent_while_it_owes_an_answer_and_says_nothing(address, scri
     wait_until(lambda: connection.silent_s() > 0.01, what="it owes one")
     scripted.answer(second, messages.Done())
     wait_until(lambda: connection.silent_s() == 0.0, what="any answer is a sign of life")
-    connection._heartbeat()
+    connection.key_by(b"f" * 16)
     wait_until(lambda: connection.silent_s() > 0.01, what="heartbeats are answered, too")
     scripted.answer(first, messages.Done())
     wait_until(lambda: connection.silent_s() == 0.0)
@@ -307,8 +307,8 @@ def test_counts_that_did_not_get_through_are_told_later(node, connection):
     stop(node)
     try:
         deafen(connection)
-        connection._heartbeat()
-        connection._heartbeat()
+        for _ in range(2):
+            connection.key_by(b"f" * 16)
     finally:
         node.signal(signal.SIGCONT)
     wait_until(lambda: connection.call(Status(), 30.0).counters.get("degraded_no_room") == 1)

@@ -246,12 +246,16 @@ def test_no_node_and_a_node_that_dies(address, start_node):
 
 
 def test_a_node_that_does_not_answer_and_others_do(two, local, monkeypatch):
-    def silent(*_):
-        raise NodeUnavailable("it does not answer")
+    call_for = Connection.call_for
+
+    def silent(self, *asked):
+        if self.node_name == "beta":
+            raise NodeUnavailable("it does not answer")
+        return call_for(self, *asked)
 
     tokens = prompt()
     two.save("alpha", tokens)
-    monkeypatch.setattr(local._reach._nodes["beta"], "call_for", silent)
+    monkeypatch.setattr(Connection, "call_for", silent)
     found = local.find(tokens)
     assert found.tiers == {"alpha": {"host": 64, "disk": 0}}
     assert found.errors == {"beta": "it does not answer"}

@@ -7,6 +7,7 @@ import pytest
 from node_harness import MIB, is_stopped
 
 import pdx
+from pdx.client import connection
 from pdx.errors import (
     ArenaFull,
     ArenaTooSmall,
@@ -32,8 +33,13 @@ def node(module_node):
 
 
 @pytest.fixture
-def client(node):
-    with pdx.connect(node.address, timeout_s=30.0) as made:
+def link(node):
+    return connection.attached(node.address, 30.0)
+
+
+@pytest.fixture
+def client(link):
+    with pdx.Node(link, 30.0) as made:
         yield made
 
 
@@ -204,28 +210,25 @@ def test_arguments_out_of_bounds_are_refused_at_once(client, call):
     assert client.status().counters.get("messages_dropped", 0) == 0
 
 
-def test_what_is_asked_and_given_up_is_given_back(client):
+def test_what_is_asked_and_given_up_is_given_back(link, client):
     """A grant and a lease that nobody collects, before and after the answer is there."""
     put(client, "a", b"x")
-    connection = client._connection
     for answer_is_there in (False, True):
-        lease = connection.ask(Admit([named_key("a")], lease_s=60.0))
-        slots = connection.ask(Admit([named_key("b")], MIB))
+        lease = link.ask(Admit([named_key("a")], lease_s=60.0))
+        slots = link.ask(Admit([named_key("b")], MIB))
         if answer_is_there:
-            client.status()
-            assert connection._answers[lease] is not None
-        connection.forget(lease)
-        connection.forget(slots)
+            client.status()  # its answer comes behind theirs
+        link.forget(lease)
+        link.forget(slots)
         wait_until(lambda: client.status().leases == 0)
         wait_until(lambda: client.status().chunks == {"sealed": 1})
 
 
-def test_closing_gives_everything_back(node, other):
-    client = pdx.connect(node.address, timeout_s=30.0)
+def test_closing_gives_everything_back(link, client, other):
     put(client, "a", b"x" * 100)
     client.get("a")
     kept = client.reserve("b", MIB).view
-    client._connection.forget(client._connection.ask(Admit([named_key("c")], MIB)))
+    link.forget(link.ask(Admit([named_key("c")], MIB)))
     client.close()
     client.close()
     wait_until(lambda: len(other.status().attached) == 1)
@@ -235,7 +238,7 @@ def test_closing_gives_everything_back(node, other):
     with pytest.raises(NodeUnavailable, match="closed"):
         client.status()
     with pytest.raises(NodeUnavailable):
-        client._connection.ask(Abort([]))
+        link.ask(Abort([]))
 
 
 def test_closing_waits_until_the_node_has_read_the_bye(node, other, monkeypatch):
