@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+from kept import kept
 from steps import lines_run
 
 from pdx.errors import PeerUnknown
@@ -63,6 +64,10 @@ def fetches(link, dialled, env):
     return Fetches(SimpleNamespace(dial=dial), FETCH_S, env)
 
 
+def remembered(fetches, env):
+    return kept(fetches, env.counters, env.news)
+
+
 def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):
     assert fetches.is_waiting(ASK, 1, 0.0)
     assert fetches.is_waiting(ASK, 1, 0.1)
@@ -120,6 +125,7 @@ def test_what_comes_is_waited_for_until_its_push_ends(fetches, link):
 
 def test_what_another_push_of_its_transfer_has_not_brought_is_asked_for_again(fetches, link, env):
     """It may have ended before the question came, or bring nothing of what it asks for."""
+    nothing = remembered(fetches, env)
     ask = Admit(KEYS, source="b", transfer=TRANSFER)
     fetches.is_waiting(ask, 0, 0.0)
     fetches.answered(link, 1, 3, 0.1)
@@ -131,7 +137,7 @@ def test_what_another_push_of_its_transfer_has_not_brought_is_asked_for_again(fe
     fetches.answered(link, 2, 0, 0.3)
     assert not fetches.is_waiting(ask, 2, 0.3)
     assert fetches.tick(0.3 + KEPT_S) == 0
-    assert not fetches._fetches
+    assert remembered(fetches, env) == nothing
 
 
 def test_a_question_waits_for_its_link(fetches, link):
@@ -164,10 +170,10 @@ def test_a_lost_peer_is_not_waited_for(fetches, link):
     assert fetches.takes_s("b", 1) == 0.0, "nor is how fast it was known any more"
 
 
-def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):
+def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link, env):
     """Each push that has landed asks; deadlines are looked at five times a second, and all peers that are not there
     are dialled again and again."""
-    costs = []
+    costs, nothing = [], remembered(fetches, env)
     for known in (10, 1000):
         for number in range(known):
             key = number.to_bytes(16, "little")
@@ -181,9 +187,7 @@ def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):
     assert 0 < costs[1] < costs[0] + 10, "a hundred times as many are known"
     for now in (FETCH_S, FETCH_S + KEPT_S):
         fetches.tick(now)
-    assert not fetches._fetches
-    assert not fetches._of_transfer
-    assert not fetches._of_peer
+    assert remembered(fetches, env) == nothing
 
 
 # ---- what a peer sends later than it is computed (invariant 10) ----------------------------------------------------

@@ -7,6 +7,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+from kept import kept
 from steps import lines_run
 
 from pdx.memory.rules import Rule
@@ -49,6 +50,9 @@ class Bed:
 
     def answer(self, name, count, now=0.001, number=FIRST):
         self.lookups.answered(self.of(name), number, count, now)
+
+    def kept(self):
+        return kept(self.lookups, self.env, self.env.counters, self.env.news, self.connections)
 
     def sent(self):
         return {peer.name: [body for _, body in peer.sent] for peer in self.connections.peers}
@@ -179,15 +183,14 @@ def test_nothing_is_left_of_a_storm():
     """Peers that answer, lie, are late, leave and come back."""
     random = Random(7)
     bed, now, asked, waiting = Bed("bcdef"), 0.0, Counter(), {}
+    nothing = bed.kept()
     for _ in range(3000):
         now += random.choice([0.0, 0.001, 0.004, 0.1])
         bed.lookups.turn(now)
-        for name, since in list(waiting.items()):
-            found = bed.lookups._lookups.get(name)
-            if found is None or found.is_over:
-                del waiting[name]
-            else:
-                assert now < since + LOOKUP_S, "it is kept waiting"
+        for _, name in bed.env.news:
+            waiting.pop(name, None)
+        bed.env.news.clear()
+        assert all(now < since + LOOKUP_S for since in waiting.values()), "one is kept waiting"
         at = random.randrange(1, 9)
         ask = Admit(KEYS[:at], wait_s=0.5)
         if bed.source(now, ask, random.randrange(at)) is None:
@@ -205,8 +208,8 @@ def test_nothing_is_left_of_a_storm():
     bed.lookups.turn(now + LOOKUP_S)
     assert len(bed.lookups) == 0
     bed.lookups.turn(now + LOOKUP_S + KEPT_S)
-    assert not bed.lookups._lookups
-    assert bed.lookups._deadlines.first == math.inf
+    assert bed.kept() == nothing
+    assert bed.lookups.due_in(now + LOOKUP_S + KEPT_S) == math.inf
 
 
 def test_an_answer_costs_the_same_however_many_questions_are_open():
