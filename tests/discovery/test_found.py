@@ -37,7 +37,7 @@ def test_nodes_find_each_other_by_etcd_without_a_proxy(start_here, place, keys, 
 
 def test_nodes_find_each_other_by_kubernetes(start_here, place, keys, api):
     nodes = [start_here(**settings(place, keys, name, f"kubernetes:{SERVICE}")) for name in ("alpha", "beta")]
-    ports = [int(each._daemon.service.peers.connections.address.rpartition(":")[2]) for each in nodes]
+    ports = [int(each.daemon.service.peers.connections.address.rpartition(":")[2]) for each in nodes]
     api.put("a", endpoint("127.0.0.1", "alpha"), node=ports[0])
     api.put("b", endpoint("127.0.0.1", "pod-of-a-daemonset", "beta"), node=ports[1])
     wait_until(lambda: all(map(is_connected, nodes)), what="they are connected")
@@ -60,7 +60,7 @@ def test_a_node_that_has_not_answered_is_dialled_where_it_is_found_by_then(start
         silent.listen()
         api.put("b", endpoint("127.0.0.1", "beta"), node=silent.getsockname()[1])
         wait_until(lambda: [each.state for each in nodes[0].status().peers] == ["dialing"])
-        address = nodes[1]._daemon.service.peers.connections.address
+        address = nodes[1].daemon.service.peers.connections.address
         api.put("b", endpoint("127.0.0.1", "beta"), node=int(address.rpartition(":")[2]))
         wait_until(lambda: nodes[0].status().counters.get("peers_lost"), what="it is waited for there no more")
         wait_until(lambda: is_connected(nodes[0]), what="they are connected")
@@ -74,11 +74,11 @@ def test_who_is_found_without_the_key_gets_nowhere(start_here, place, keys, api)
         **settings(place, keys | {"alpha": {**keys["alpha"], "keys": stranger}}, "alpha", "")
         | {"name": "gamma", "address": f"ipc://{place}/liar.sock"}
     )
-    where = liar._daemon.service.peers.connections.address
+    where = liar.daemon.service.peers.connections.address
     api.put("b", endpoint("127.0.0.1", "beta"), node=int(where.rpartition(":")[2]))
-    roster = alpha._daemon.service.peers.connections.roster
+    roster = alpha.daemon.service.peers.connections.roster
     wait_until(lambda: "beta" in roster.names)
-    alpha._daemon.env.mailbox.post(lambda: alpha._daemon.service.peers.connections.dial("beta"))
+    alpha.daemon.env.mailbox.post(lambda: alpha.daemon.service.peers.connections.dial("beta"))
     wait_until(lambda: [each for each in alpha.status().peers if each.state == "dialing"])
     assert not is_connected(alpha)
     assert not is_connected(liar)

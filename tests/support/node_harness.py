@@ -310,7 +310,7 @@ class NodeThread(Served):
         self._error: Exception | None = None
         self._is_ending = False
         self._is_ready = threading.Event()
-        self._daemon: Daemon | None = None
+        self.daemon: Daemon | None = None
         self._thread = threading.Thread(target=self._run, name="node", daemon=True)
         self._thread.start()
         assert self._is_ready.wait(30)
@@ -323,10 +323,10 @@ class NodeThread(Served):
 
     def _run(self) -> None:
         try:
-            with Daemon(self.config) as self._daemon:
+            with Daemon(self.config) as self.daemon:
                 self._is_ready.set()
                 while not self._is_ending:
-                    self._daemon.turn(TICK_S)
+                    self.daemon.turn(TICK_S)
         except Exception as error:  # noqa: BLE001 - it is raised where it was started or ended
             self._error = error
             self._is_ready.set()
@@ -334,8 +334,8 @@ class NodeThread(Served):
     def close(self) -> None:
         """End it, and wait until it has cleaned up. Idempotent."""
         self._is_ending = True
-        if self._daemon is not None:
-            self._daemon.env.mailbox.post(lambda: None)
+        if self.daemon is not None:
+            self.daemon.env.mailbox.post(lambda: None)
         self._thread.join(30)
         assert not self._thread.is_alive()
         if self._error is not None:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from connection_stage import Raw
+from kept import kept
 from node_harness import MIB, NodeProcess, attached
-from peers_harness import Cluster, LocalCluster
+from peers_harness import ARENA, Cluster, LocalCluster
 
 from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES as G
@@ -105,7 +106,7 @@ def test_an_answer_says_why_a_peer_that_has_it_was_not_asked_for_it(cluster):
         wait_until(lambda: not cluster.peer("a", "b").landing, what="b has said that all was written, so it is known")
         a.ask(Delete(KEYS))
         worker.ask(Ping(chunk_s=0.002))
-        cluster.nodes["a"]._daemon.service.peers.fetches._rates["b"].moved(1, 0, int(60e9))
+        cluster.nodes["a"].daemon.service.peers.fetches.landed("b", G, 1, 0.0, 60.0)
         assert look(a, KEYS[:5]) == 0
         reasons = a.ask(Why("r")).requests[0].reasons
     assert reasons[-1].text.startswith("not asked of node b: it would take")
@@ -114,7 +115,7 @@ def test_an_answer_says_why_a_peer_that_has_it_was_not_asked_for_it(cluster):
 @pytest.fixture
 def cluster_with_disk(place):
     (place / "disk").mkdir(mode=0o700)
-    disk = {"b": {"disks": [str(place / "disk")], "disk_reserve_bytes": 0}}
+    disk = {"b": {"disks": [str(place / "disk")], "disk_reserve_bytes": 0, "peer_share": 4.5 * G / ARENA}}
     with LocalCluster(place, "ab", of_one=disk, channels=["tcp"], **PATIENT) as made:
         made.start("a", "b")
         wait_connected(made, "ab")
@@ -128,40 +129,43 @@ def on_disk(cluster, keys):
     cluster.nodes["b"].close()
     cluster.start("b")
     wait_connected(cluster, "ab")
-    return cluster.nodes["b"]._daemon.service
+    return cluster.nodes["b"].daemon.service
 
 
 @pytest.mark.parametrize("in_memory", [0, 2])
 def test_what_a_peer_has_on_its_disk_is_loaded_there_and_fetched(cluster_with_disk, in_memory):
     cluster = cluster_with_disk
-    service = on_disk(cluster, KEYS[:4])
+    on_disk(cluster, KEYS)
     with engine(cluster, "b") as b:
         assert not in_memory or look(b, KEYS[:in_memory]) == in_memory
     with engine(cluster, "a") as a:
-        assert look(a) == 4
-        assert look(a) == 4
-    assert cluster.counter("b", "disk_loaded") == 4
-    assert cluster.counter("b", "wants_served") == 1
-    assert len(service.peers._loads) == 0
+        assert look(a, KEYS[:4]) == 4
+        assert look(a, KEYS[:4]) == 4
+        assert cluster.counter("b", "disk_loaded") == 4
+        assert look(a, KEYS[4:]) == 2, "what is loaded for peers at once is bounded, and those are not any more"
+    assert cluster.counter("b", "wants_served") == 2
     cluster.settle("a")
 
 
 def test_what_is_loaded_for_peers_has_one_bound_for_all_questions(cluster_with_disk, monkeypatch):
     """Each question had a share of its own: two disjoint prompts took all memory."""
     cluster = cluster_with_disk
-    service = on_disk(cluster, KEYS[:4])
+    service, jobs = on_disk(cluster, KEYS), []
     ((disk,),) = service.tiers.below
-    monkeypatch.setattr(disk, "load", lambda job: None)  # it hangs
-    monkeypatch.setattr(service.peers, "_share_bytes", 2.5 * G)
+    monkeypatch.setattr(disk, "load", jobs.append)  # it hangs
     monkeypatch.setattr("pdx.store.paying.MIN_LOAD_S", 0.1)
-    with engine(cluster, "a") as a, attached(cluster.address("a"), kind="worker", engine="engine-a") as worker:
+    with (
+        engine(cluster, "a") as first,
+        engine(cluster, "a") as a,
+        attached(cluster.address("a"), kind="worker", engine="engine-a") as worker,
+    ):
         worker.ask(Ping(chunk_s=0.2))  # it is waited for no longer than this peer waits
-        a.tell(Admit(KEYS[:2], lease_s=5.0, wait_s=20.0, part="keeps", request="first"))
-        wait_until(lambda: len(service.peers._loads) == 2, what="its disk is asked")
-        assert look(a, KEYS[2:4]) == 0
-        assert len(service.peers._loads) == 2
-    wait_until(lambda: len(service.peers._loads) == 0, what="they are given up")
-    assert service.peers._loading_bytes == cluster.counter("b", "wants_served") == 0
+        first.tell(Admit(KEYS[:4], lease_s=5.0, wait_s=20.0, part="keeps", request="first"))
+        wait_until(lambda: sum(len(job.parts) for job in jobs) == 4, what="its disk is asked")
+        assert look(a, KEYS[4:]) == 0
+        assert sum(len(job.parts) for job in jobs) == 4
+    wait_until(lambda: not kept(service.peers)["Load"], what="they are given up")
+    assert cluster.counter("b", "wants_served") == 0
 
 
 # ---- of several cache groups ----------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_of_a_peer_the_longest_part_that_it_has_is_fetched(cluster, at, gone, hi
 
 def test_a_peer_says_that_groups_make_no_sense(cluster, at):
     """It is dropped, and the connection stays."""
-    b = cluster.nodes["b"]._daemon
+    b = cluster.nodes["b"].daemon
     wait_until(lambda: cluster.peer("b", "a").state == "ready", what="they know each other")
     peer = b.service.peers.connections.of("a")
     b.env.mailbox.post(lambda: peer.send(Push(KEYS[:7], groups=GROUPS), 77))

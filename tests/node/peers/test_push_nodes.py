@@ -281,7 +281,7 @@ def test_a_prefill_is_pushed_once_and_found_by_the_decoder(cluster_of, is_over):
             cluster.settle()
             prefill.ask(end)
     cluster.settle()
-    timings = cluster.nodes["a"]._daemon.env.timings
+    timings = cluster.nodes["a"].daemon.env.timings
     handoffs = timings[("pdx_node_handoff_seconds",)]
     assert (sum(handoffs.counts), handoffs.sum > 1.0, handoffs.sum == 0) == (1, not is_over, is_over)
     assert sum(timings["pdx_node_copy_seconds", "peer", "store"].counts) == 1
