@@ -13,7 +13,6 @@ import logging
 import math
 import secrets
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -69,7 +68,7 @@ def run(config: NodeConfig) -> None:
     :raises GpuError: there is no such GPU, or its memory cannot be shared.
     """
     stop = False
-    running: list[Daemon] = []
+    env = Env(log=log)
     descriptors.raise_limit()
     near = choose(config.numa, config.gpu)
     run_on(near)  # before there are other threads
@@ -77,13 +76,11 @@ def run(config: NodeConfig) -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal stop
         stop = True
-        for each in running:
-            each.env.mailbox.post(lambda: None)  # its turn ends at once
+        env.mailbox.post(lambda: None)  # the turn ends at once
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
-    with Daemon(config, near=near) as daemon:
-        running.append(daemon)
+    with Daemon(config, env, near=near) as daemon:
         place = f" on GPU {config.gpu}" if config.gpu else ""
         log.info("node at %s with %d MiB%s", config.address, config.arena_bytes >> 20, place)
         gc.freeze()  # the index lives as long as the node: a walk of Python's collector through it takes 0.1 s and more
@@ -94,8 +91,8 @@ def run(config: NodeConfig) -> None:
 class Daemon(Closing):
     """The sockets, the lock, the arena and the loop around a `Service`."""
 
-    def __init__(self, config: NodeConfig, *, near: int | None = None) -> None:
-        """`near`: the NUMA node where an arena in host memory should lie; None: anywhere."""
+    def __init__(self, config: NodeConfig, env: Env | None = None, *, near: int | None = None) -> None:
+        """`env`: of its loop. `near`: the NUMA node where an arena in host memory should lie; None: anywhere."""
         path = socket_path(config.address)
         for address in proxies_of(config):
             check_address(address, has_keys=bool(config.keys), is_control=True)
@@ -117,8 +114,8 @@ class Daemon(Closing):
                 undo.callback(arena.close)
                 undo.callback(arena.path.unlink, missing_ok=True)
             self._context = undo.enter_context(zmq.Context())
-            self.env = env = Env(log=log)
-            self._faults = env.faults
+            self.env = env = env or Env(log=log)
+            self._clock, self._faults = env.clock, env.faults
             undo.callback(env.mailbox.close)
             self._poller = zmq.Poller()
             self.service = Service(config, arenas, epoch, env, context=self._context, poller=self._poller)
@@ -177,15 +174,14 @@ class Daemon(Closing):
             self._proxies = Proxies(proxies_of(config), self.service, self._context, self._poller)
             undo.callback(self._proxies.close)
             self._undo = undo.pop_all()
-        self._next_tick = time.monotonic()
-        self._next_changes = time.monotonic()  # from then on they are told
-        self._next_touch = time.monotonic() + TOUCH_S
-        self._waking = WakingClock(2 * TICK_S, time.monotonic)
+        self._next_tick = self._next_changes = self._clock()  # from then on changes are told
+        self._next_touch = self._next_tick + TOUCH_S
+        self._waking = WakingClock(2 * TICK_S, self._clock)
         self._last_busy = self._waking()
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""
-        now = time.monotonic()
+        now = self._clock()
         timeout_s = min(timeout_s, self.service.due_in(now))
         if self.service.events.has_news:
             timeout_s = min(timeout_s, max(0.0, self._next_changes - now))
@@ -198,7 +194,7 @@ class Daemon(Closing):
             if failures and isinstance(source, int) and source not in self._own:
                 with contextlib.suppress(KeyError):
                     self._poller.unregister(source)  # else it would fail again at once, for ever
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._tick(now)
@@ -253,7 +249,7 @@ class Daemon(Closing):
     # ---- messages ---------------------------------------------------------------------------
 
     def _serve_burst(self) -> None:
-        for _ in burst(time.monotonic):
+        for _ in burst(self._clock):
             delivery = self._process_socket.receive()
             if delivery is None:
                 return

@@ -129,6 +129,33 @@ def test_who_has_ended_is_told_once_whoever_else_is_attached(sessions):
             each.wait()
 
 
+@contextlib.contextmanager
+def filled_up_to(number):
+    """No descriptor below `number` is free, so one that is closed is the next that is opened."""
+    fillers = [os.dup(2)]
+    while fillers[-1] < number:
+        fillers.append(os.dup(2))
+    os.close(fillers.pop())
+    yield
+    for filler in fillers:
+        os.close(filler)
+
+
+def test_a_death_is_not_taken_for_that_of_the_process_which_came_next(sessions):
+    """The new session's pidfd has the number of the one that just ended."""
+    child = subprocess.Popen(["sleep", "600"])
+    old = sessions.attach(b"old", hello_of(child.pid), child.pid, 0.0)
+    child.kill()
+    child.wait()
+    assert select.select([sessions.fd], [], [], 30)[0]
+    with filled_up_to(old.pidfd):
+        sessions.detach(old)
+        new = sessions.attach(b"new", hello_of(os.getpid()), os.getpid(), 0.0)
+    assert new.pidfd == old.pidfd, "the number was reused, or this tests nothing"
+    assert sessions.ended() == []
+    assert list(sessions) == [new]
+
+
 def hello_of(pid):
     return Hello(VERSION, pid, "client", name="x")
 

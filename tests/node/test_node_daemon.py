@@ -1,14 +1,13 @@
 """The daemon in this process, turn by turn: events that come together, and starts that fail half way."""
 
-import contextlib
 import os
+import resource
 import select
 import subprocess
 import sys
-import time
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -16,21 +15,31 @@ from node_harness import MIB, Wire, arenas_of
 
 from pdx.config import NodeConfig
 from pdx.errors import ArenaTooSmall, ConfigError
-from pdx.node import daemon as module
-from pdx.node.daemon import TICK_S, Daemon
-from pdx.node.proxy_line import ProxyLine
+from pdx.node.daemon import TICK_S, TOUCH_S, Daemon
+from pdx.node.peers.connections import Connections
+from pdx.node.peers.fetches import Fetches
+from pdx.node.peers.inbound_pushes import InboundPushes
+from pdx.node.peers.peer_tiers import PeerTiers
+from pdx.node.proxies import Proxies
 from pdx.security import descriptors
+from pdx.security.roster import Roster
+from pdx.security.socket_lock import Lock
+from pdx.store.store import Store
+from pdx.store.transfers import Transfers
+from pdx.telemetry.env import Env
 from pdx.telemetry.faults import Faults
 from pdx.telemetry.mailbox import Mailbox
 from pdx.testing.waiting import wait_until
 from pdx.wire.burst import BURST_S
+from pdx.wire.hints import Hints
 from pdx.wire.messages import (
     VERSION,
     Admit,
     Admitted,
     Bye,
-    Cancel,
     Done,
+    Expect,
+    Fill,
     Hello,
     Ping,
     Refused,
@@ -39,13 +48,49 @@ from pdx.wire.messages import (
     Welcome,
     encode,
 )
+from pdx.wire.proxy import Arriving
 from pdx.wire.status import NodeStatus
 from pdx.wire.verbs import Status
 
+POLICY = """
+from pdx.store.policies.lru import Lru
+
+fails = False
+
+
+class Failing(Lru):
+    def insert(self, chunk, before=None):
+        if fails:
+            raise RuntimeError("injected")
+        super().insert(chunk, before)
+
+    def hold(self, chunk):
+        if fails:
+            raise RuntimeError("injected")
+        super().hold(chunk)
+
+
+def make(total_bytes, argument):
+    return Failing()
+"""
+
 
 @pytest.fixture
-def daemon(address):
-    with Daemon(NodeConfig(address=address, arena_bytes=MIB)) as made:
+def policy(tmp_path, monkeypatch):
+    """An eviction policy of somebody else's, which does as it should until it is told to fail."""
+    info = tmp_path / "failing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: failing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pdx.policies]\nfailing = a_failing_policy:make\n")
+    (tmp_path / "a_failing_policy.py").write_text(POLICY)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield import_module("a_failing_policy")
+    del sys.modules["a_failing_policy"]
+
+
+@pytest.fixture
+def daemon(address, policy):
+    with Daemon(NodeConfig(address=address, arena_bytes=MIB, policy="failing")) as made:
         yield made
 
 
@@ -100,25 +145,23 @@ def turn_until_answered(daemon, wire):
     return wait_until(answer)[1]
 
 
-def hello(daemon, wire, kind="client"):
-    wire.tell(Hello(VERSION, os.getpid(), kind), reply=True)
-    assert isinstance(turn_until_answered(daemon, wire), Welcome)
+def asked(daemon, wire, ask):
+    """Its answer."""
+    wire.tell(ask, reply=True)
+    return turn_until_answered(daemon, wire)
+
+
+def hello(daemon, wire):
+    assert isinstance(asked(daemon, wire, Hello(VERSION, os.getpid(), "client")), Welcome)
+
+
+def seal(daemon, wire, key):
+    granted = asked(daemon, wire, Admit([key], 1)).granted_slots
+    assert asked(daemon, wire, Fill(granted, 0, 1, True)) == Done(1)
 
 
 def arrived(daemon):
     wait_until(lambda: not daemon._process_socket.queue.heed() and daemon._process_socket.socket.poll(0))
-
-
-@contextlib.contextmanager
-def filled_up_to(number):
-    """No descriptor below `number` is free, so one that is closed is the next that is opened."""
-    fillers = [os.dup(2)]
-    while fillers[-1] < number:
-        fillers.append(os.dup(2))
-    os.close(fillers.pop())
-    yield
-    for filler in fillers:
-        os.close(filler)
 
 
 def attach(daemon, child):
@@ -141,43 +184,22 @@ def test_a_process_that_says_bye_and_dies_before_the_next_turn(daemon, child):
     assert daemon.service.counters["deaths"] == 0
 
 
-def test_a_death_is_not_taken_for_that_of_the_process_which_came_next(daemon, wire, child, monkeypatch):
-    """The new session's pidfd has the number of the one that just ended; the event was for the old one."""
-    old_fd = attach(daemon, child).pidfd
-    child.tell(Bye())
-    arrived(daemon)
-    deliveries = [daemon._process_socket.receive()]
-    wire.tell(Hello(VERSION, os.getpid(), "client"))
-    arrived(daemon)
-    deliveries.append(daemon._process_socket.receive())
-    wire.tell(Ping())
-    arrived(daemon)
-    child.kill()
-    with filled_up_to(old_fd), monkeypatch.context() as patched:
-        patched.setattr(daemon._process_socket, "receive", lambda: deliveries.pop(0) if deliveries else None)
-        daemon.turn(0.0)
-    wire.tell(Status(), reply=True)
-    status = turn_until_answered(daemon, wire)
-    assert [attached.pid for attached in status.attached] == [os.getpid()]
-    assert next(iter(daemon.service.sessions)).pidfd == old_fd, "the number was reused, or this tests nothing"
-
-
 def test_slots_of_one_life_of_a_node_are_not_current_in_the_next(address):
     seen = []
     for _ in range(2):
-        with Daemon(NodeConfig(address=address, arena_bytes=MIB)) as daemon:
-            generations = set(daemon.service.store.pools[0]._generations)
-            assert len(generations) == 1
-            seen.append(generations.pop())
-    assert seen[0] != seen[1], "one in two thousand millions may be equal"
-    assert max(seen) < 1 << 31
+        with Daemon(NodeConfig(address=address, arena_bytes=MIB)) as daemon, Wire(address) as wire:
+            hello(daemon, wire)
+            [slot] = asked(daemon, wire, Admit([b"r" * 16], 1)).granted_slots
+            seen.append(slot)
+    assert seen[0].offset == seen[1].offset
+    assert seen[0].generation != seen[1].generation, "one in two thousand millions may be equal"
+    assert max(slot.generation for slot in seen) < 1 << 31
 
 
-def test_while_the_machine_stands_still_the_node_is_not_idle(address, monkeypatch):
+def test_while_the_machine_stands_still_the_node_is_not_idle(address):
     """Nobody could attach meanwhile."""
     now = 100.0
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
-    with Daemon(NodeConfig(address=address, arena_bytes=MIB, exit_when_idle_s=2.0)) as daemon:
+    with Daemon(NodeConfig(address=address, arena_bytes=MIB, exit_when_idle_s=2.0), Env(lambda: now)) as daemon:
         now += 1000.0
         turns = 0
         while not daemon.is_idle_too_long():
@@ -201,69 +223,79 @@ def test_a_start_that_fails_leaves_nothing(address, settings, error):
 # ---- exceptions that nobody expected ------------------------------------------------------------
 
 
+SEALED, FILLING = b"s" * 16, b"r" * 16
+
+
 def fail(*arguments, **settings):
     raise RuntimeError("injected")
 
 
 def is_served(daemon, wire):
-    wire.tell(Status(), reply=True)
-    answer = turn_until_answered(daemon, wire)
-    return isinstance(answer, NodeStatus)
+    return isinstance(asked(daemon, wire, Status()), NodeStatus)
 
 
 @pytest.fixture
 def other(daemon, address):
-    """Another session of this process."""
+    """Another session of this process, which has sealed a chunk."""
     with Wire(address) as made:
         hello(daemon, made)
+        seal(daemon, made, SEALED)
         yield made
-        made._node_pid = 0
 
 
-def test_an_exception_in_a_message_ends_its_session_and_nothing_else(daemon, wire, other, monkeypatch):
+def test_an_exception_in_a_message_ends_its_session_and_nothing_else(daemon, wire, other, policy):
     hello(daemon, wire)
-    wire.tell(Admit([b"r" * 16], 1), reply=True)
-    assert isinstance(turn_until_answered(daemon, wire), Admitted)
-    with monkeypatch.context() as patched:
-        patched.setitem(daemon.service._handlers, Release, fail)
-        wire.tell(Release(1), reply=True)
-        answer = turn_until_answered(daemon, wire)
+    lease = asked(daemon, wire, Admit([SEALED], lease_s=60.0)).lease
+    assert isinstance(asked(daemon, wire, Admit([FILLING], 1)), Admitted)
+    policy.fails = True
+    answer = asked(daemon, wire, Release(lease))
+    policy.fails = False
     assert isinstance(answer, Refused)
     assert "internal error" in answer.text
     assert daemon.service.counters["internal_errors"] == 1
-    wire.tell(Ping(), reply=True)
-    assert "internal error" in turn_until_answered(daemon, wire).text, "the session is over"
+    assert "internal error" in asked(daemon, wire, Ping()).text, "the session is over"
     assert is_served(daemon, other)
-    assert daemon.service.store.index.census()[0] == {"filling": 1}, "its process lives and may still write"
-    wire.tell(Bye(), reply=True)
-    assert isinstance(turn_until_answered(daemon, wire), Done)
+    assert census(daemon) == {"filling": 1, "sealed": 1}, "its process lives and may still write"
+    assert isinstance(asked(daemon, wire, Bye()), Done)
     hello(daemon, wire)
     assert is_served(daemon, wire)
-    assert daemon.service.store.index.census()[0] == {}
+    assert census(daemon) == {"sealed": 1}
 
 
-def test_an_exception_in_a_bye_keeps_what_is_held_until_the_process_is_gone(daemon, child, other, monkeypatch):
+def census(daemon):
+    return daemon.service.store.index.census()[0]
+
+
+def test_what_a_session_holds_that_an_exception_has_ended_is_kept_until_its_process_is_gone(
+    daemon, child, other, policy
+):
     attach(daemon, child)
-    with monkeypatch.context() as patched:
-        patched.setitem(daemon.service._handlers, Bye, fail)
-        child.tell(Bye())
-        wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["internal_errors"])
+    child.tell(Admit([FILLING], 1))
+    child.tell(Admit([SEALED], lease_s=60.0))
+    wait_until(lambda: daemon.turn(0.01) or daemon.service.store.num_leases)
+    policy.fails = True
+    child.tell(Release(1))  # the first lease of this node
+    wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["internal_errors"])
+    policy.fails = False
     assert is_served(daemon, other)
+    assert census(daemon)["filling"] == 1
     child.kill()
     wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["deaths"])
     assert len(daemon.service.sessions) == 1
+    assert census(daemon) == {"sealed": 1}
 
 
-@pytest.mark.parametrize(("part", "farewell"), [("admissions", "bye"), ("store", "death")])
+@pytest.mark.parametrize(("part", "farewell"), [("questions", "bye"), ("chunks", "death")])
 def test_an_exception_at_the_end_of_a_session_leaves_nothing_of_it_that_is_polled(
-    daemon, child, other, part, farewell, monkeypatch
+    daemon, child, other, part, farewell, policy
 ):
     before = polled(daemon)
     attach(daemon, child)
     assert polled(daemon) == before + 1
-    child.tell(Admit([b"r" * 16], 1))
-    wait_until(lambda: daemon.turn(0.01) or daemon.service.store.index.census()[0])
-    monkeypatch.setattr(getattr(daemon.service, part), "end_session", fail)
+    child.tell(Expect("a request", [SEALED]) if part == "questions" else Admit([SEALED], lease_s=60.0))
+    child.tell(Admit([FILLING], 1))
+    wait_until(lambda: daemon.turn(0.01) or census(daemon).get("filling"))
+    policy.fails = True
     if farewell == "bye":
         child.tell(Bye())
     else:
@@ -271,8 +303,8 @@ def test_an_exception_at_the_end_of_a_session_leaves_nothing_of_it_that_is_polle
     wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["internal_errors"])
     assert not any(session.hello.pid == child.pid for session in daemon.service.sessions)
     assert polled(daemon) == before
-    assert daemon.service.store.index.census()[0].get("filling", 0) == (part == "store")
-    monkeypatch.undo()
+    assert census(daemon).get("filling", 0) == (part == "chunks")
+    policy.fails = False
     assert is_served(daemon, other)
 
 
@@ -281,108 +313,114 @@ def polled(daemon):
     return Path(f"/proc/self/fdinfo/{daemon.service.sessions.fd}").read_text().count("tfd:")
 
 
-def test_a_late_answer_that_fails_is_a_miss_and_keeps_no_other_back(daemon, wire, monkeypatch):
+def test_a_late_answer_that_fails_is_a_miss_and_keeps_no_other_back(daemon, wire, other, policy):
     hello(daemon, wire)
     keys = [bytes([number]) * 16 for number in range(2)]
     transfer = "t" * 16
-    wire.tell(Admit(keys, 1, transfer=transfer, part="writes"), reply=True)
-    assert isinstance(turn_until_answered(daemon, wire), Admitted)
-    for key in keys:
-        wire.tell(Admit([key], transfer=transfer, wait_s=60.0), reply=True)
-    wait_until(lambda: daemon.turn(0.01) or len(daemon.service.admissions._waiting) == 2)
-    look = daemon.service.admissions._look
-    monkeypatch.setattr(
-        daemon.service.admissions,
-        "_look",
-        lambda session, ask, waited_s: fail() if ask.keys == keys[:1] else look(session, ask, waited_s),
-    )
+    assert isinstance(asked(daemon, wire, Admit(keys, 1, transfer=transfer, part="writes")), Admitted)
+    for run in ([SEALED, keys[0]], keys[1:]):
+        wire.tell(Admit(run, transfer=transfer, wait_s=60.0), reply=True)
+    assert asked(daemon, wire, Ping()) == Done(), "the two wait"
+    policy.fails = True
     daemon.service.cancel(transfer, "the proxy")
     answers = [turn_until_answered(daemon, wire) for _ in keys]
     assert answers == [Admitted()] * 2
     assert daemon.service.counters["internal_errors"] == 1
 
 
-PARTS = {
-    "store": lambda daemon: (daemon.service.store, "expire"),
-    "transfers": lambda daemon: (daemon.service.transfers, "expire"),
-    "connections": lambda daemon: (daemon._peers.connections, "tick"),
-    "roster": lambda daemon: (daemon._peers.connections.roster, "refresh"),
-    "receiver": lambda daemon: (daemon._peers.inbound, "tick"),
-    "pushes": lambda daemon: (daemon._peers.inbound, "turn"),
-    "fetches": lambda daemon: (daemon._peers.fetches, "tick"),
-    "warm up": lambda daemon: (daemon._peers, "_warm_up"),
-    "report": lambda daemon: (daemon._proxies, "report"),
-    "lock": lambda daemon: (daemon._lock, "touch"),
-}
+PARTS = [
+    (Store, "expire"),
+    (Transfers, "expire"),
+    (Connections, "tick"),
+    (Roster, "refresh"),
+    (InboundPushes, "tick"),
+    (InboundPushes, "turn"),
+    (Fetches, "tick"),
+    (PeerTiers, "forget_strangers"),
+    (Proxies, "report"),
+    (Lock, "touch"),
+]
 
 
-def test_an_exception_in_a_part_of_a_tick_ends_that_part_only(daemon, other, monkeypatch):
-    monkeypatch.setattr(module, "TICK_S", 0.0)
-    counters, expire = daemon.service.counters, daemon.service.store.expire
-    expired = []
-    monkeypatch.setattr(daemon.service.store, "expire", lambda: expired.append(1) or expire())
-    for name, part in PARTS.items():
+@pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{kind.__name__}.{name}" for kind, name in PARTS])
+def test_an_exception_in_a_part_of_a_tick_ends_that_part_only(address, wire, clock, monkeypatch, kind, name):
+    """What a tick does first and last is done all the same: a lease ends, and the lock is touched."""
+    lock = Path(f"{address.removeprefix('ipc://')}.lock")
+    with Daemon(NodeConfig(address=address, arena_bytes=MIB), Env(clock)) as daemon:
+        hello(daemon, wire)
+        seal(daemon, wire, SEALED)
+        assert asked(daemon, wire, Admit([SEALED], lease_s=1.0)).lease
+        os.utime(lock, (0, 0))
+        assert daemon.service.counters["internal_errors"] == 0
         with monkeypatch.context() as patched:
-            patched.setattr(*part(daemon), fail)
-            daemon._peers._warm_up_at = daemon._next_touch = daemon._next_tick = 0.0
-            before = len(expired), counters["internal_errors"]
+            patched.setattr(kind, name, fail)
+            clock.now += TOUCH_S
             daemon.turn(0.0)
-            daemon.turn(0.0)
-            assert counters["internal_errors"] > before[1], name
-            assert len(expired) - before[0] == (2 if name != "store" else 0), name
-    assert is_served(daemon, other)
+        assert daemon.service.counters["internal_errors"] >= 1
+        assert asked(daemon, wire, Status()).leases == (kind is Store)
+        assert (lock.stat().st_mtime == 0) == (kind is Lock)
 
 
 @pytest.fixture
-def proxied(address, place):
+def proxied(address, place, policy):
     """A daemon and the socket of its proxy, which has its first report."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
         proxy.linger = 0
+        proxy.rcvhwm = 1
         proxy.bind(f"ipc://{place}/proxy.sock")
-        with Daemon(NodeConfig(address=address, arena_bytes=MIB, proxy=f"ipc://{place}/proxy.sock")) as daemon:
+        config = NodeConfig(address=address, arena_bytes=MIB, proxy=f"ipc://{place}/proxy.sock", policy="failing")
+        with Daemon(config) as daemon:
             wait_until(lambda: daemon.turn(0.01) or proxy.poll(0))
             yield daemon, proxy
     (place / "proxy.sock").unlink()
 
 
-def test_an_exception_in_what_the_proxy_says_or_hears_does_not_end_the_node(proxied, monkeypatch):
+def test_an_exception_in_what_the_proxy_says_or_hears_does_not_end_the_node(proxied, wire, policy):
     daemon, proxy = proxied
     route, _ = proxy.recv_multipart()
-    monkeypatch.setattr(daemon.service, "cancel", fail)
-    for frame, counter in (encode(Cancel("t" * 16)), "internal_errors"), (b"\xc1", "messages_dropped"):
+    hello(daemon, wire)
+    seal(daemon, wire, SEALED)
+    asked(daemon, wire, Release(asked(daemon, wire, Admit([SEALED], lease_s=60.0, hints=Hints("a session"))).lease))
+    policy.fails = True
+    for frame, counter in (encode(Arriving("a session")), "internal_errors"), (b"\xc1", "messages_dropped"):
         proxy.send_multipart([route, frame])
         wait_until(lambda counter=counter: daemon.turn(0.01) or daemon.service.counters[counter])
 
 
-def test_reports_that_a_proxy_leaves_unread_are_counted(proxied, monkeypatch):
+def test_reports_that_a_proxy_leaves_unread_are_counted(proxied):
     daemon, _ = proxied
-    monkeypatch.setattr(ProxyLine, "send", lambda line, report: False)
-    daemon.service.has_news = True
-    daemon.turn(0.0)
-    assert daemon.service.counters["reports_dropped"] == 1
+
+    def is_one_dropped():
+        daemon.service.has_news = True
+        daemon.turn(0.0)
+        return daemon.service.counters["reports_dropped"]
+
+    wait_until(is_one_dropped)
 
 
 # ---- bounds of a turn ---------------------------------------------------------------------------
 
 
-def test_a_burst_ends_in_time_whatever_a_message_costs(daemon, wire, monkeypatch):
-    hello(daemon, wire)
-    now = [time.monotonic()]
+def test_a_burst_ends_in_time_whatever_a_message_costs(address):
+    env = Env(lambda: 100.0 + 0.6 * BURST_S * env.counters["degraded_slow"])
     served = []
 
-    def serve_slowly(session, ask):
-        now[0] += 0.6 * BURST_S
-        served[-1] += 1
-        return Done()
+    def turn():
+        before = env.counters["degraded_slow"]
+        daemon.turn(0.01)
+        served.append(env.counters["degraded_slow"] - before)
+        return served[-1] > 1
 
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setitem(daemon.service._handlers, Ping, serve_slowly)
-    for _ in range(50):
-        wire.tell(Ping())
-    while sum(served) < 50:
-        arrived(daemon)
-        served.append(0)
-        daemon.turn(0.0)
+    def tell():
+        for _ in range(3):
+            wire.tell(Ping(degraded={"slow": 1}))
+        told.append(3)
+
+    told = []
+    with Daemon(NodeConfig(address=address, arena_bytes=MIB), env) as daemon, Wire(address) as wire:
+        hello(daemon, wire)
+        wait_until(lambda: tell() or turn(), what="it has found more than one at a time")
+        wait_until(lambda: turn() and False or sum(served) == sum(told))
     assert max(served) == 2
 
 
@@ -414,14 +452,14 @@ def test_one_result_that_fails_leaves_the_others(address):
     mailbox.close()
 
 
-def test_what_is_kept_for_the_node_itself_is_not_for_processes_that_attach(daemon, wire, other, monkeypatch):
-    wire.tell(Ping(), reply=True)
-    assert "say hello first" in turn_until_answered(daemon, wire).text
-    hello = Hello(VERSION, os.getpid(), "client")
-    with monkeypatch.context() as short:
-        short.setattr(descriptors, "left", lambda: descriptors.reserve() // 2 - 1)
-        wire.tell(hello, reply=True)
-        assert "no file descriptor left" in turn_until_answered(daemon, wire).text
-    assert is_served(daemon, other)
-    wire.tell(hello, reply=True)
-    assert isinstance(turn_until_answered(daemon, wire), Welcome)
+def test_what_is_kept_for_the_node_itself_is_not_for_processes_that_attach(daemon, wire, other):
+    assert "say hello first" in asked(daemon, wire, Ping()).text
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors.limit() - descriptors.left() + 8, hard))
+    try:
+        refused = asked(daemon, wire, Hello(VERSION, os.getpid(), "client"))
+        assert "no file descriptor left" in refused.text
+        assert is_served(daemon, other)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    hello(daemon, wire)
