@@ -128,7 +128,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             shards=config.shards,
             cut=self._cut,
         )
-        self._groups = groups = self._layouts_of()
+        self.groups = groups = self._layouts_of()
         drafter = drafter_identity(vllm_config) if is_scheduler else ""
         self._drafts = drafts_of(vllm_config, kv_cache_config, groups, drafter=drafter, shards=config.shards)
         self._own_parts, self._draft_parts = parts_of(vllm_config, kv_cache_config)
@@ -211,23 +211,23 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
     def _layers(self) -> list[list[int]]:
         """The numbers of the model's layers in each of vLLM's groups, in this process's pipeline stage."""
         names = {part.table: part.names for part in self._own_parts}
-        return [list(map(layer_number, names.get(table, ()))) for table in range(self._groups.num_tables)]
+        return [list(map(layer_number, names.get(table, ()))) for table in range(self.groups.num_tables)]
 
     def _start_scheduler(self, told: Sequence[PdxHandshake]) -> None:
-        if self._groups.is_part and told:
+        if self.groups.is_part and told:
             stages = [each.layers for each in told]
             layers = [sorted(set(itertools.chain(*of_group))) for of_group in zip(*stages, strict=True)]
-            self._groups = self._layouts_of(layers=layers)
-        if self._groups.is_part:
+            self.groups = self._layouts_of(layers=layers)
+        if self.groups.is_part:
             raise LayoutError("the workers of the pipeline's stages have not told which layers they have")
         backends = "+".join(sorted({name for each in told for name in each.backend.split("+")}))
         orders = "+".join(sorted({each.order for each in told}))
-        backend, order = backends or self._groups[0].backend, orders or self._groups[0].order
+        backend, order = backends or self.groups[0].backend, orders or self.groups[0].order
         layouts, drafts = (
-            groups and groups.with_fields(backend=backend, order=order) for groups in (self._groups, self._drafts)
+            groups and groups.with_fields(backend=backend, order=order) for groups in (self.groups, self._drafts)
         )
         assert layouts is not None
-        naming = naming_of(self._vllm_config) if self._groups.is_single else None
+        naming = naming_of(self._vllm_config) if self.groups.is_single else None
         limits = limits_of(self._vllm_config.scheduler_config)
         half = SchedulerHalf(
             *(self._config, layouts, self._engine, self._names, self._facts, naming, limits),
@@ -268,7 +268,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return tuple(sorted({place.table for place in self._groups.beside(self._drafts).places}))
+        return tuple(sorted({place.table for place in self.groups.beside(self._drafts).places}))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self.scheduler.plan_step(partial(step_record, scheduler_output))
@@ -347,7 +347,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         if self._drafts is not None:
             for part, place in zip(self._draft_parts, self._drafts.places, strict=True):
                 number_of.update(dict.fromkeys(part.names, place.number))
-        by_number = self._groups.beside(self._drafts).by_number
+        by_number = self.groups.beside(self._drafts).by_number
         group_of = {name: by_number[number] for name, number in number_of.items()}
         if self._cut.text:
             kv_caches = dict(sorted(kv_caches.items(), key=lambda each: layer_number(each[0])))
@@ -360,7 +360,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         from pdx.vllm.turning import turning_of
 
         try:
-            return turning_of(self._vllm_config, self._groups, self._backend, layers, self._num_blocks)
+            return turning_of(self._vllm_config, self.groups, self._backend, layers, self._num_blocks)
         except LayoutError as error:
             self._not_moved = str(error)
             log.warning("requests with the hint `reuse: moved` are refused: %s", error)
@@ -378,8 +378,8 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         # MultiConnector would give it to its other children, of which NIXL's refuses what is not its own.
         if self._is_nested or self._worker is None:
             return None
-        layers = self._layers if self._groups.is_part else []
-        return PdxHandshake(self._backend, self._groups[0].order, layers, self._not_moved)
+        layers = self._layers if self.groups.is_part else []
+        return PdxHandshake(self._backend, self.groups[0].order, layers, self._not_moved)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

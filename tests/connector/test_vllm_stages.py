@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import pickle
+import secrets
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from node_harness import NodeThread
 
 from pdx.errors import ConfigError, LayoutError
 from pdx.memory.layout import CacheGroups
@@ -24,7 +27,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
     import torch
     from test_vllm_border import configs as configs_of
-    from test_vllm_border import folder, inside  # noqa: F401
+    from test_vllm_border import folder, inside, place_worker  # noqa: F401
+    from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.utils import get_pp_indices
     from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker, generate_scheduler_kv_cache_config
@@ -49,11 +53,14 @@ HYBRID = (range(3, LAYERS, 4), (0, 2, 5), (1, 4, 6))  # full attention in two la
 
 
 class Engine:
-    """Starts as an engine of vLLM does, as far as the connector sees of it: `groups` are its halves' cache groups."""
+    """Starts as an engine of vLLM does, as far as the connector sees of it, and ends: `groups` are its halves' cache
+    groups."""
 
     def __init__(
         self,
         folder: Path,
+        node: str,
+        stack: contextlib.ExitStack,
         monkeypatch: pytest.MonkeyPatch,
         size: int = 1,
         setting: Any = 0,
@@ -61,6 +68,7 @@ class Engine:
         ranks: int = 1,
         layers: Sequence[Sequence[int]] = FULL,
         partition: str | None = None,
+        of_draft: str | None = None,
         **extra: Any,
     ) -> None:
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition) if partition else None
@@ -73,27 +81,32 @@ class Engine:
         config = configs_of(folder, [], pipeline=size, ranks=ranks, hash_block_size=16)[0]
         config.model_config.get_total_num_hidden_layers = lambda: LAYERS
         config.kv_transfer_config = SimpleNamespace(
-            kv_connector="PdxConnector", engine_id="e", kv_role="kv_both", kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"stages": setting, **extra},
+            kv_connector="PdxConnector", engine_id=secrets.token_hex(4), kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"stages": setting, "node": node, "start_node": False, **extra},
         )  # fmt: skip
         caches = [self._cache(_project_kv_cache_groups_to_worker(whole, each)) for each in specs]
-        self.workers: dict[tuple[int, int], tuple[CacheGroups, dict[str, int]]] = {}
+        caches[-1].kv_cache_groups[0].layer_names.extend([of_draft] if of_draft else [])
+        self.workers: dict[tuple[int, int], CacheGroups] = {}
         told = {}
         for stage, rank in itertools.product(range(size), range(ranks)):
             names = [name for group in caches[stage].kv_cache_groups for name in group.layer_names]
             layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASH"))
             context = dict.fromkeys(names, layer)
             config.compilation_config = SimpleNamespace(static_forward_context=context)
-            monkeypatch.setattr(connector, "_place", lambda rank=rank, stage=stage: (rank, stage))
-            monkeypatch.setattr(connector, "WorkerHalf", lambda *args, **named: self._worker(args, named))
-            half = connector.PdxConnector(config, KVConnectorRole.WORKER, caches[stage])
+            place_worker(monkeypatch, rank, stage)
+            half = Registered(config, KVConnectorRole.WORKER, caches[stage])
+            stack.callback(half.shutdown)
             half.register_kv_caches(dict.fromkeys(reversed(names)))
+            half.check()
+            self.workers[stage, rank] = half.groups
             told[stage, rank] = pickle.loads(pickle.dumps(half.get_handshake_metadata()))  # noqa: S301  as vLLM does
-        monkeypatch.setattr(connector, "SchedulerHalf", lambda config, groups, *_, **__: self._scheduler(groups))
         scheduler = connector.PdxConnector(
             config, KVConnectorRole.SCHEDULER, self._cache(generate_scheduler_kv_cache_config(caches).kv_cache_groups)
         )
+        stack.callback(scheduler.shutdown)
         scheduler.set_xfer_handshake_metadata_pp_aware(told)
+        self.groups = scheduler.groups
         assert scheduler.get_loaded_kv_cache_group_ids(None) == tuple(range(len(layers)))
 
     def _cache(self, groups: Any) -> Any:
@@ -105,29 +118,33 @@ class Engine:
             hisparse_host_num_blocks=0,
         )
 
-    def _worker(self, args: Any, named: Any) -> Any:
-        _, groups, _, rank = args
 
-        def register(caches: dict[str, Any], num_blocks: int, group_of: dict[str, int], turning: Any) -> None:
-            layers: list[list[int]] = [[] for _ in groups]
-            for name in caches:
-                layers[group_of[name]].append(int(name.split(".")[2]))
-            if groups.stages:  # whatever the order is in which vLLM tells of them
-                assert [tuple(each) for each in layers] == [layout.layers for layout in groups]
+class Registered(connector.PdxConnector):
+    """Whose worker half is told of its caches, and registers none."""
 
-        self.workers[named["stage"], rank] = groups
-        return SimpleNamespace(register=register)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.told = Mock()
 
-    def _scheduler(self, groups: CacheGroups) -> Any:
-        self.groups = groups
-        return Mock()
+    @property
+    def worker(self) -> Any:
+        return self.told
+
+    def check(self) -> None:
+        """Each layer is told with its group, in the order in which that has them."""
+        [(caches, _, group_of, _)] = [each.args for each in self.told.register.mock_calls]
+        layers: list[list[int]] = [[] for _ in self.groups]
+        for name in caches:
+            layers[group_of[name]].append(int(name.split(".")[2]))
+        if self.groups.stages:  # whatever the order is in which vLLM tells of them
+            assert [tuple(each) for each in layers] == [layout.layers for layout in self.groups]
 
 
 @pytest.fixture
-def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+def engine(folder: Path, node_here: NodeThread) -> Any:  # noqa: F811
     def make(*args: Any, **named: Any) -> Engine:
-        with pytest.MonkeyPatch.context() as patched:
-            return Engine(folder, patched, *args, **named)
+        with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
+            return Engine(folder, node_here.address, stack, patched, *args, **named)
 
     return make
 
@@ -164,7 +181,8 @@ def test_engines_of_any_pipeline_have_one_layout_if_they_cut_alike(
                 assert (made.groups.places[at], made.groups[at].layers) == (place, layout.layers)
     assert len({groups.fingerprint() for groups in found}) == 1
     assert sorted(number for layout in found[0] for number in layout.layers) == list(range(LAYERS))
-    assert found[0].described()["stages"] == ",".join(map(str, stages._counts(setting, LAYERS)))
+    counts = setting if isinstance(setting, str) else ",".join(map(str, stages.even(LAYERS, setting)))
+    assert found[0].described()["stages"] == counts
 
 
 def test_a_model_whose_layers_are_not_cut_is_named_as_before(engine: Any) -> None:
@@ -198,13 +216,10 @@ def test_what_no_pipeline_can_have_is_refused(engine: Any, size: int, setting: A
         engine(size, setting)
 
 
-def test_a_draft_that_counts_its_layers_again_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_counts_its_layers_again_is_refused(engine: Any) -> None:
     """It is in the last stage, with the numbers of the first one's layers."""
-    monkeypatch.setattr(
-        connector.PdxConnector, "_layers", property(lambda self: [[0, *range(4, LAYERS)]]), raising=True
-    )
-    with pytest.raises(LayoutError, match="a layer with number 4 is in pipeline stage 0, and not in 1"):
-        engine(2)
+    with pytest.raises(LayoutError, match="a layer with number 0 is in pipeline stage 1, and not in 0"):
+        engine(2, of_draft="draft.layers.0.attn")
 
 
 def test_pipelines_are_refused_where_pdx_cannot_move_several_groups(
@@ -217,9 +232,9 @@ def test_pipelines_are_refused_where_pdx_cannot_move_several_groups(
         engine(1, 2)
 
 
-def test_inside_another_connector_nobody_tells_of_the_other_stages(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("recompute"))
-    with pytest.raises(ConfigError, match="inside another connector, .* its layers cut into 4,4"):
+def test_inside_another_connector_nobody_tells_of_the_other_stages(engine: Any) -> None:
+    with (
+        set_current_vllm_config(inside("recompute")),
+        pytest.raises(ConfigError, match="inside another connector, .* its layers cut into 4,4"),
+    ):
         engine(2)

@@ -55,6 +55,7 @@ with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_war
 from pdx.engine.copier import Scatter
 from pdx.engine.params import parse_params
 from pdx.engine.plan import PagesPlan
+from pdx.engine.turns import Turns
 from pdx.engine.weights import weights_digest
 
 # vLLM is imported here first
@@ -394,10 +395,8 @@ class Engine:
         for name, table in vars(self.half).items():
             if isinstance(table, Counter):
                 table = +table
-            if isinstance(table, dict | set | list | deque) and table:
+            if isinstance(table, dict | set | list | deque | Turns) and table:
                 yield f"SchedulerHalf.{name}: {len(table)}"
-        if len(self.half._turns):
-            yield f"{len(self.half._turns)} requests wait for their turn"
         if self.pdx.scheduler.is_off or any(self._pdx_of(each).worker.is_off for each in self._workers.values()):
             yield "PDX is switched off"
 

@@ -98,7 +98,7 @@ class Runner:
     weights: int = 0
     adapters: dict[int, int] = field(default_factory=dict)  # that are loaded, by vLLM's number
     _encoded: dict[str, int] = field(default_factory=dict)  # pictures, by what vLLM calls them
-    _states: dict[str, _State] = field(default_factory=dict)
+    states: dict[str, _State] = field(default_factory=dict)
     _slots: dict[str, int] = field(default_factory=dict)  # in which those that run have their state
 
     def __post_init__(self) -> None:
@@ -192,15 +192,15 @@ class Runner:
 
     def _update(self, step: Any) -> None:
         for name in step.finished_req_ids:
-            self._states.pop(name, None)
+            self.states.pop(name, None)
         for new in step.scheduled_new_reqs:
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
-            self._states[new.req_id] = _State(
+            self.states[new.req_id] = _State(
                 list(tokens), _tables(new.block_ids), len(new.prompt_token_ids), new.mm_features, new.lora_request
             )
         cached = step.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
-            state, is_resumed = self._states[name], name in cached.resumed_req_ids
+            state, is_resumed = self.states[name], name in cached.resumed_req_ids
             if is_resumed and name in cached.all_token_ids:
                 state.tokens = list(cached.all_token_ids[name])
             # What the scheduler has not taken of the tokens that were sampled is void.
@@ -220,7 +220,7 @@ class Runner:
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         work = {}
         for name, count in step.num_scheduled_tokens.items():
-            state, start = self._states[name], starts[name]
+            state, start = self.states[name], starts[name]
             tokens = state.tokens + step.scheduled_spec_decode_tokens.get(name, [])
             tokens += [0] * (start + count - len(tokens))  # of a step planned before its tokens were known
             beside = self._beside(state, start, start + count)
@@ -243,7 +243,7 @@ class Runner:
         for name in step.free_encoder_mm_hashes:
             self._encoded.pop(name, None)
         for name, numbers in step.scheduled_encoder_inputs.items():
-            for feature in (self._states[name].features[number] for number in numbers):
+            for feature in (self.states[name].features[number] for number in numbers):
                 self._encoded[feature.identifier] = int(feature.data["pixels"].data)
 
     def _beside(self, state: _State, start: int, end: int) -> Beside:
@@ -316,8 +316,8 @@ class Runner:
         if self.drafter is None:
             return
         names = [name for name, tokens in sampled.items() if tokens]
-        drafts = [self.drafter(name, self._states[name].tokens, self.num_drafts) for name in names]
-        seen = [self._sees_all(self._states[name]) for name in names]
+        drafts = [self.drafter(name, self.states[name].tokens, self.num_drafts) for name in names]
+        seen = [self._sees_all(self.states[name]) for name in names]
         drafts = [each if is_seen else [0] * len(each) for each, is_seen in zip(drafts, seen, strict=True)]
         self.drafts = DraftTokenIds(names, drafts)
 

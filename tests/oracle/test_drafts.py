@@ -19,9 +19,10 @@ from node_harness import MIB, NodeThread
 from oracle_bed import OracleBed
 
 from pdx.engine import drafts
+from pdx.engine.request import TrackedRequest
+from pdx.engine.store_lookup import StoreLookup
 from pdx.testing.waiting import wait_until
 
-WAIT_S = drafts.WAIT_S
 HISTORY = 1024  # tokens: four chunks
 NUM_CHUNKS = 4
 
@@ -158,19 +159,20 @@ def test_a_handoff_from_an_engine_without_a_draft_model_computes_no_more_than_ot
 def test_a_request_waits_for_its_drafts_so_long_and_no_longer(bed: OracleBed, monkeypatch: pytest.MonkeyPatch) -> None:
     history = written(bed, **drafting())
     reader = bed.engine("reader", **drafting())
-    now, ours = [0.0], reader.half._drafts  # noqa: SLF001
-    monkeypatch.setattr(ours, "_clock", lambda: now[0])
-    monkeypatch.setattr(drafts, "WAIT_S", WAIT_S)
-    monkeypatch.setattr(ours.lookup, "advance", lambda *_, **__: False)
+    advance = StoreLookup.advance
+
+    def no_drafts(self: StoreLookup, tracked: TrackedRequest, *args: Any, **settings: Any) -> bool:
+        return tracked.drafts is not None and advance(self, tracked, *args, **settings)
+
+    monkeypatch.setattr(StoreLookup, "advance", no_drafts)
     reader.add("a", history + bed.tokens(60, "a"), 8)
-    tracked = reader.half._requests["a"]  # noqa: SLF001
+    tracked = reader.half.track(reader.requests["a"])
     while tracked.drafts.needed_since is None:
         reader.step()
-    now[0] = WAIT_S * 0.99
     for _ in range(3):
         reader.step()
     assert (reader.runner.computed, reader.faults.loads) == (0, 0)
-    now[0] = WAIT_S
+    monkeypatch.setattr(drafts, "WAIT_S", 0.0)
     reader.run()
     reader.check("a")
     assert reader.faults.loads == 1
@@ -186,10 +188,10 @@ def test_what_rests_on_drafts_that_are_not_there_is_not_saved(bed: OracleBed) ->
     bed.settled()
     of_each = (HISTORY + 300 + 300 - 1) // 256 - NUM_CHUNKS
     assert bed.counted("sealed") - before <= 2 * of_each + 1
-    fresh = bed.engine("fresh", **drafting())
+    fresh, missing = bed.engine("fresh", **drafting()), bed.counted("degraded_drafts_missing")
     fresh.ask("a", history + bed.tokens(300, "same") + answer(history + bed.tokens(300, "same"), 300, fresh.mixers), 8)
     fresh.runner.pages.torn = 0
-    assert fresh.half._drafts._bare  # noqa: SLF001  the beginning
+    wait_until(lambda: bed.counted("degraded_drafts_missing") > missing, what="the beginning has none")
 
 
 def test_what_is_generated_with_drafts_is_found_on_a_disk(

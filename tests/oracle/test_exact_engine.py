@@ -24,6 +24,7 @@ from oracle_bed import OracleBed
 from pdx.engine.cpu_copier import CpuCopier
 from pdx.engine.step import LeftOut
 from pdx.testing.waiting import wait_until
+from pdx.vllm.content import Content
 from pdx.vllm.releases import RELEASE
 
 HISTORY = 1024  # tokens: four chunks
@@ -383,7 +384,7 @@ def test_a_load_of_a_node_that_dies_is_computed(
     history = written(own_bed, **of(kind))
     reader = reader_of(own_bed, asynchronous=asynchronous, **of(kind))
     reader.add("a", history + own_bed.tokens(300, "a"), 12)
-    while not reader.half._loads and reader.requests["a"].status.name == "WAITING":  # noqa: SLF001
+    while reader.requests["a"].status.name == "WAITING":
         reader.step()
     own_bed.node.kill()
     reader.run()
@@ -403,17 +404,18 @@ def test_a_worker_that_maps_the_arena_of_a_new_node_late_loads_nothing_until_the
     asynchronous: bool,
 ) -> None:
     """The scheduler half is attached before it."""
-    late, mapped = list[Any](), threading.Event()
+    known, is_late, mapped = list[CpuCopier](), threading.Event(), threading.Event()
     use = CpuCopier.use
 
     def use_late(self: CpuCopier, arena: Any) -> None:
-        if self in late and arena is not None:
+        if is_late.is_set() and self in known and arena is not None:
             assert mapped.wait(60)
+        known.append(self)
         use(self, arena)
 
     monkeypatch.setattr(CpuCopier, "use", use_late)
     reader = reader_of(own_bed, asynchronous=asynchronous)
-    late.append(reader.worker_half._copier)  # noqa: SLF001
+    is_late.set()
     own_bed.node.kill()
     own_bed.node = start_node()
     own_bed.forget_counts()
@@ -452,9 +454,7 @@ def test_what_another_connector_failed_to_load_is_not_saved(
     reader = reader_of(bed, **BESIDE)
     if is_left_out:  # as for a picture without a name
         left_out = {"0": LeftOut("unnamed_media", "%s")}
-        monkeypatch.setattr(
-            reader.half._hashing, "name_inputs", lambda request, is_new: left_out.get(request.request_id)
-        )
+        monkeypatch.setattr(Content, "name_inputs", lambda self, request, is_new: left_out.get(request.request_id))
     prompts = [bed.tokens(HISTORY) + bed.tokens(count, count) for count in (100, 120)]
     for number, prompt in enumerate(prompts):
         claims[str(number)] = Claim(PROMISED, kept)  # "1" comes first where the node's answer for "0" takes longer

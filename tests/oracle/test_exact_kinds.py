@@ -66,7 +66,7 @@ def test_the_next_token_depends_on_each_byte_of_the_pages_that_it_needs_and_on_n
 
     def next_token(row: int, block: int, byte: int) -> int:
         buffer[row, block, byte] ^= 1 + rng.integers(255)
-        state = runner._states["a"]  # noqa: SLF001
+        state = runner.states["a"]
         state.tokens[:] = prompt + first
         found = runner.execute(step(length, prompt, blocks)).sampled_token_ids[0]
         buffer[:] = before

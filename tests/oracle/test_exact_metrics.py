@@ -81,7 +81,7 @@ def test_counters_of_each_engine_begin_with_zero_and_count_its_loads_and_saves(
     history = bed.tokens(HISTORY)
     writer.ask("w", history, 2)
     bed.settled()
-    groups = writer.half._groups  # noqa: SLF001
+    groups = writer.pdx.groups
     assert told("copied_bytes", "save", 1) == HISTORY // 256 * groups.chunk_bytes
     assert told("copied_seconds", "save", 1) > 0
     assert (hits(1), told("loads", "loaded", 1)) == ({}, 0)

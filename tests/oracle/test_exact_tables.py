@@ -46,7 +46,7 @@ def test_tables_are_vllms_own(bed: OracleBed, kind: str) -> None:
     def check(step: int) -> None:
         if "r" in engine.requests:
             blocks = engine.scheduler.kv_cache_manager.get_block_ids("r")
-            assert engine.half._requests["r"].tables == list(blocks)
+            assert engine.half.track(engine.requests["r"]).tables == list(blocks)
 
     engine.run("r", each=check)
 
