@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,16 @@ def measure(stage: Stage, case: Case, *, is_saturated: bool = False) -> Row:
     return interrupts.run(_Load(stage, case).run(AT_ONCE if is_saturated else stage.pace))
 
 
+def exposed_ms(answer: Answer, ended: Mapping[str, float]) -> float:
+    """From the end of its prefill leg, by request id, until the client had the first token, by one machine's clock.
+
+    :raises RuntimeError: it had no such leg, or has it still.
+    """
+    if answer.request_id not in ended:
+        raise RuntimeError(f"request {answer.request_id} was answered, and no prefill leg of it has ended")
+    return answer.sent_ns / 1e6 + answer.ttft_ms - ended[answer.request_id] * 1e3
+
+
 class _Load:
     """One case under way."""
 
@@ -156,19 +166,10 @@ class _Load:
         if found != self._case.mode:
             raise RuntimeError(f"the proxy served a request in mode {found} that was made for {self._case.mode}")
 
-    def _exposed_ms(self, answer: Answer) -> float:
-        """From the end of its prefill leg until the client had the first token; all clocks are this machine's.
-
-        :raises RuntimeError: it had no such leg, or has it still.
-        """
-        if answer.request_id not in self._ended:
-            raise RuntimeError(f"request {answer.request_id} was answered, and no prefill leg of it has ended")
-        return answer.sent_ns / 1e6 + answer.ttft_ms - self._ended[answer.request_id] * 1e3
-
     def _way(self, way: str) -> Way:
         answers = self._answers[way]
         has_legs = way not in (DIRECT, EXAMPLE)  # the example's have names of their own
-        exposed = spread_ms([self._exposed_ms(answer) for answer in answers]) if has_legs else None
+        exposed = spread_ms([exposed_ms(answer, self._ended) for answer in answers]) if has_legs else None
         return Way(
             ttft=spread_ms([answer.ttft_ms for answer in answers]),
             itl=spread_ms([gap for answer in answers for gap in answer.itl_ms]),

@@ -114,10 +114,10 @@ class Model:
 
         inner, hidden, ffn = shapes.heads * shapes.head_dim, shapes.hidden, shapes.ffn
         content = 2 * shapes.kv_heads * shapes.head_dim
-        self._embedding = draw(shapes.vocab, shapes.hidden, math.sqrt(shapes.hidden))
+        self.embedding = draw(shapes.vocab, shapes.hidden, math.sqrt(shapes.hidden))
         sizes = ((inner + content, hidden, ATTENTION_GAIN), (hidden, inner), (2 * ffn, hidden), (hidden, ffn))
-        self._layers = [[draw(*size) for size in sizes] for _ in range(shapes.layers)]
-        self._head = draw(shapes.vocab, shapes.hidden)
+        self.layers = [[draw(*size) for size in sizes] for _ in range(shapes.layers)]
+        self.head = draw(shapes.vocab, shapes.hidden)
         self._ones = torch.ones(shapes.hidden, dtype=dtype, device=device)
         exponents = torch.arange(0, shapes.head_dim, 2, device=device) / shapes.head_dim
         self._frequencies = shapes.rope_theta**-exponents
@@ -133,7 +133,7 @@ class Model:
         A part's result does not depend on what the other parts are. `on_layer` is called when a layer's KV is written.
         """
         with torch.inference_mode():
-            hidden = [self._embedding[part.tokens] for part in parts]
+            hidden = [self.embedding[part.tokens] for part in parts]
             turns = [self._turns(part.positions) for part in parts]
             for layer in range(self.shapes.layers):
                 for index, part in enumerate(parts):
@@ -141,11 +141,11 @@ class Model:
                 if on_layer is not None:
                     on_layer(layer)
             ends = [self._norm(states[part.last]) for states, part in zip(hidden, parts, strict=True)]
-            return torch.cat([functional.linear(end, self._head) for end in ends])
+            return torch.cat([functional.linear(end, self.head) for end in ends])
 
     def _layer(self, layer: int, hidden: Tensor, part: Batch, turns: tuple[Tensor, Tensor], kv: PagedKv) -> Tensor:
         shapes = self.shapes
-        qkv, out, gate_up, down = self._layers[layer]
+        qkv, out, gate_up, down = self.layers[layer]
         projected = functional.linear(self._norm(hidden), qkv).unflatten(-1, (-1, shapes.head_dim))
         turned, values = projected.split([shapes.heads + shapes.kv_heads, shapes.kv_heads], dim=1)
         queries, keys = _rotate(turned, *turns).split([shapes.heads, shapes.kv_heads], dim=1)

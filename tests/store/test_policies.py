@@ -209,14 +209,12 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    made = Clock()
-    monkeypatch.setattr("pdx.store.policies.by_name.clock", made)
-    return made
+def clock():
+    return Clock()
 
 
 def test_after_its_time_a_chunk_is_gone_though_there_is_room_and_it_was_used(arena, clock):
-    store = Store(arena, Env(clock), policy=by_name.find("age:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("age:60", clock))
     put(store, [1, 2])
     clock.now += 50.0
     put(store, [3])
@@ -231,7 +229,7 @@ def test_after_its_time_a_chunk_is_gone_though_there_is_room_and_it_was_used(are
 
 
 def test_what_is_leased_when_its_time_comes_is_not_found_and_goes_with_its_lease(arena, clock):
-    store = Store(arena, Env(clock), policy=by_name.find("age:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("age:60", clock))
     put(store, [1, 2])
     lease = store.lease([chunk for (chunk,) in store.find([name(1), name(2)], 1)], SESSION, 1000.0)
     store.delete([name(2)])
@@ -245,7 +243,7 @@ def test_what_is_leased_when_its_time_comes_is_not_found_and_goes_with_its_lease
 
 
 def test_a_pin_outlives_the_time_and_its_end_does_not(arena, clock):
-    store = Store(arena, Env(clock), policy=by_name.find("age:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("age:60", clock))
     put(store, [1])
     store.pin([name(1)], 1, pinned=True)
     clock.now += 61.0
@@ -257,7 +255,7 @@ def test_a_pin_outlives_the_time_and_its_end_does_not(arena, clock):
 
 
 def test_by_idleness_a_chunk_that_is_used_or_read_stays_and_one_that_is_not_goes(arena, clock):
-    store = Store(arena, Env(clock), policy=by_name.find("idle:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("idle:60", clock))
     put(store, [1, 2])
     clock.now += 50.0
     use(store, 1, "lease")
@@ -277,7 +275,7 @@ def test_by_idleness_a_chunk_that_is_used_or_read_stays_and_one_that_is_not_goes
 
 
 def test_the_end_of_a_prompt_has_its_time_too(arena, clock):
-    store = Store(arena, Env(clock), policy=by_name.find("age:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("age:60", clock))
     put(store, [1, 2], tail_nbytes=GRANULE_BYTES, blocks=b"x" * 48, chunk_blocks=2)
     clock.now += 30.0
     use(store, 2, "touch")

@@ -22,21 +22,20 @@ class Owner:
         pass
 
 
-def test_what_waits_when_it_closes_is_not_begun(monkeypatch):
+def test_what_waits_when_it_closes_is_not_begun():
     """Though a thread is idle, which closing wakes."""
     owner, queue, first, second = Owner(), WorkQueue(1), Work(), Work()
-    threads = Threads("test", 2, owner, [queue])
+
+    class Late(Threads):
+        def take_back(self, *queues):
+            time.sleep(0.2)
+            owner.goes_on.set()
+            return super().take_back(*queues)
+
+    threads = Late("test", 2, owner, [queue])
     threads.give(first, queue)
     assert owner.is_begun.wait(30)
     threads.give(second, queue)
-    real = threads.take_back
-
-    def late(*queues):
-        time.sleep(0.2)
-        owner.goes_on.set()
-        return real(*queues)
-
-    monkeypatch.setattr(threads, "take_back", late)
     assert threads.close()
     assert owner.begun == [first]
     assert second.error.kind == "cancelled"

@@ -14,14 +14,13 @@ OTHERS = range(100, 100 + GRANULES)
 
 
 @pytest.fixture
-def settings(request):
-    return getattr(request, "param", {})
+def policy(request):
+    return getattr(request, "param", "lru")
 
 
 @pytest.fixture
-def stage(tmp_path, settings, monkeypatch):
-    monkeypatch.setattr("pdx.store.policies.by_name.clock", lambda: stage.now)
-    stage = Stage(tmp_path, choice="twice-seen", **settings)
+def stage(tmp_path, policy):
+    stage = Stage(tmp_path, choice="twice-seen", policy=find(policy, lambda: stage.now))
     yield stage
     stage.assert_idle()
     stage.check()
@@ -95,7 +94,7 @@ def test_what_is_gone_for_too_long_is_new_again(stage, monkeypatch):
     assert stored(stage) == []
 
 
-@pytest.mark.parametrize("settings", [{"policy": find("age:60")}], indirect=True)
+@pytest.mark.parametrize("policy", ["age:60"], indirect=True)
 def test_what_became_too_old_and_is_computed_again_is_stored(stage):
     stage.save([0])
     stage.now += 61

@@ -23,7 +23,6 @@ from pdx.store.policies.ranks import Age
 from pdx.store.policies.s3fifo import S3Fifo
 
 GROUP = "pdx.policies"
-clock = time.monotonic
 Maker = Callable[[int], EvictionPolicy[Any]]  # of one policy, for an arena or a disk of so many bytes
 _SIZED: dict[str, Maker] = {"lru": lambda _: Lru(), "s3fifo": S3Fifo, "gittins": Gittins}
 _TIMED = {"age": False, "idle": True}  # whether use lengthens a life
@@ -44,7 +43,7 @@ def find(setting: str, now: Callable[[], float] | None = None, option: str = "--
     said = f"{option} {setting}"
     if name in _TIMED:
         seconds = _seconds(said, name, argument)
-        return lambda _: Age(seconds, now or clock, is_idle=_TIMED[name])
+        return lambda _: Age(seconds, now or time.monotonic, is_idle=_TIMED[name])
     if name in _SIZED:
         if colon:
             raise ConfigError(f"{said}: {name} takes nothing behind a colon")

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from pdx.bench.harness.ask import Answer, AskFailed, session
 from pdx.bench.harness.timing import Spread
-from pdx.bench.proxy.run import FORWARD, SAMPLED, Case, Row, Way, _Load, cost_figures, measure
+from pdx.bench.proxy.run import FORWARD, SAMPLED, Case, Row, Way, cost_figures, exposed_ms, measure
 from pdx.bench.proxy.stage import Front, Stage
 from pdx.bench.proxy.stand_in_engine import Pace, StandInEngine
 from pdx.cli.main import main
@@ -114,13 +114,11 @@ def with_engine(work: Callable[[aiohttp.ClientSession, str], Awaitable[None]], p
 
 
 def test_what_is_exposed_begins_with_the_end_of_the_requests_own_prefill_leg() -> None:
-    front = Front("", "", os.getpid())
-    load = _Load(Stage(PACE, "", "", front), Case(SAMPLED, 1, 8, 3, 2))
-    load._ended = {"other": 2.0, "own": 1.2}
+    ended = {"other": 2.0, "own": 1.2}
     answer = Answer("a", 250.0, [1.0], 300.0, "", "own", 1, 2, 1_000_000_000)
-    assert load._exposed_ms(answer) == pytest.approx(50.0)
+    assert exposed_ms(answer, ended) == pytest.approx(50.0)
     with pytest.raises(RuntimeError, match="request unknown was answered, and no prefill leg of it has ended"):
-        load._exposed_ms(replace(answer, request_id="unknown"))
+        exposed_ms(replace(answer, request_id="unknown"), ended)
 
 
 @pytest.mark.timeout(180)

@@ -46,8 +46,8 @@ def named_as_llama(model: Model) -> dict[str, torch.Tensor]:
     """The weights under the names that transformers gives them."""
     heads, kv = SHAPES.heads * SHAPES.head_dim, SHAPES.kv_heads * SHAPES.head_dim
     ones = torch.ones(SHAPES.hidden)
-    found = {"model.embed_tokens.weight": model._embedding, "lm_head.weight": model._head, "model.norm.weight": ones}
-    for layer, (qkv, out, gate_up, down) in enumerate(model._layers):
+    found = {"model.embed_tokens.weight": model.embedding, "lm_head.weight": model.head, "model.norm.weight": ones}
+    for layer, (qkv, out, gate_up, down) in enumerate(model.layers):
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), qkv.split([heads, kv, kv]), strict=True)) | {"o_proj": out}
         mlp = dict(zip(("gate_proj", "up_proj"), gate_up.chunk(2), strict=True)) | {"down_proj": down}
         found |= {f"model.layers.{layer}.self_attn.{name}.weight": part for name, part in parts.items()}
