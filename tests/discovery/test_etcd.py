@@ -1,6 +1,7 @@
 """Nodes and proxies find each other by a real etcd, whatever happens to it or in it meanwhile."""
 
 import signal
+import threading
 from collections import Counter
 
 import pytest
@@ -22,7 +23,8 @@ class Member:
 
     def __init__(self, url, kind="", name="", address="", **settings):
         self.counters = Counter()
-        self.discovery = Discovery(Etcd.named(url), self.counters, **{"pause_s": 0.01, **settings})
+        self.source = Etcd.named(url)
+        self.discovery = Discovery(self.source, self.counters, **{"pause_s": 0.01, **settings})
         self.discovery.start(kind, name, address)
 
     @property
@@ -66,7 +68,7 @@ def test_one_that_dies_goes_with_its_lease(etcd, join, monkeypatch):
     monkeypatch.setattr("pdx.discovery.etcd.LEASE_S", 2)
     alive, dead = join("nodes", "a", A), join("nodes", "b", B)
     alive.finds({"a": A, "b": B})
-    dead.discovery._source.leave = _nothing
+    dead.source.leave = _nothing
     dead.discovery.close()
     alive.finds({"a": A})
     assert alive.counters == {}, "its own lease is kept"
@@ -83,7 +85,8 @@ def test_an_entry_that_is_removed_is_written_again_and_a_lease_that_is_over_is_t
     etcd.delete("/pdx/nodes/a")
     a.finds({})
     a.finds({"a": A})
-    etcd.call("lease/revoke", ID=a.discovery._source._lease)
+    (lease,) = etcd.call("lease/leases")["leases"]
+    etcd.call("lease/revoke", **lease)
     a.finds({})
     a.finds({"a": A})
     assert a.counters == {}
@@ -133,9 +136,8 @@ def test_one_that_hangs_is_left_and_ends_nobody(etcd, join, monkeypatch):
     a.finds({"a": A})
     etcd.process.send_signal(signal.SIGSTOP)
     wait_until(lambda: a.counters["discovery_failures"])
-    thread = a.discovery._thread
     a.discovery.close()
-    assert not thread.is_alive()
+    assert "pdx-discovery" not in [thread.name for thread in threading.enumerate()]
     etcd.process.send_signal(signal.SIGCONT)
 
 

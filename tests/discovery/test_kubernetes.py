@@ -1,13 +1,13 @@
 """Nodes and proxies as a stand-in of the Kubernetes API tells of them, whatever happens to it meanwhile."""
 
 import gc
+import threading
 import time
 from collections import Counter
 
 import pytest
 from kubernetes_standin import SERVICE, endpoint, kubernetes_standin
 
-from pdx.discovery import discovery as discovery_module
 from pdx.discovery.discovery import Discovery, discovery
 from pdx.discovery.kubernetes import Kubernetes
 from pdx.errors import ConfigError
@@ -244,19 +244,18 @@ def test_whenever_it_ends_no_connection_is_left(api, ask):
         wait_until(lambda asking=asking: asking.counters["discovery_failures"])
         time.sleep(0.0003 * number)
         asking.discovery.close()
-        assert asking.discovery._loop.is_closed()
+        assert "pdx-discovery" not in [thread.name for thread in threading.enumerate()]
     gc.collect()  # which would say what was not closed
 
 
 def test_nothing_waits_for_one_that_hangs_when_all_ends(api, ask, monkeypatch):
-    is_over = discovery_module.threading.Event()
+    is_over = threading.Event()
     api.answers = lambda handler, asked: is_over.wait(60)
     asking = ask()
     wait_until(lambda: api.asked)
-    thread = asking.discovery._thread
     asking.discovery.close()
     is_over.set()
-    assert not thread.is_alive()
+    assert "pdx-discovery" not in [thread.name for thread in threading.enumerate()]
     asking.discovery.close()
 
 

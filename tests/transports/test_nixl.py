@@ -6,10 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import ClassVar
 
 import msgspec
 import pytest
+from kept import kept
 from ucx_conformance import UcxConformance, stage_of
 
 from pdx.errors import ChannelBroken
@@ -169,6 +171,7 @@ class TestLedger:
     def test_sessions_that_are_over_are_not_kept(self) -> None:
         """A span that nobody asks about, as the one for measuring, keeps none of them, whichever end comes first."""
         ledger = ledger_of()
+        nothing = kept(ledger)
         for number in range(100):
             token = number.to_bytes(16)
             ledger.invite(token)
@@ -178,23 +181,26 @@ class TestLedger:
             ends.insert(number % 2, lambda token=token: ledger.hear(compose(token, BYE, b"1" * 8, b"")))
             for end in ends:
                 end()
-        assert not ledger._sessions
-        assert not ledger._expelled
+        assert kept(ledger) == nothing
 
-    def test_sessions_of_dead_processes_go_as_others_come(self) -> None:
+    def test_sessions_of_dead_processes_go_as_others_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nobody asks about their spans, and they said no goodbye."""
-        ledger, alive = ledger_of(), this_process()
+        now, sizes = 0.0, []
+        ledger, alive = ledger_of(lambda: now), this_process()
         boot, namespace, pid, started = msgspec.msgpack.decode(alive)
-        dead = msgspec.msgpack.encode([boot, namespace, pid, started + 1])
+        ends = msgspec.msgpack.encode([boot, namespace, pid + 1, started])
+        exists = SimpleNamespace(started=started)
+        monkeypatch.setattr(onesided, "process_stat", lambda of: exists if of == pid or is_there else None)
         for number in range(100):
             token = number.to_bytes(16)
             ledger.invite(token)
             ledger.grant(token, 0, 4096)
-            ledger.hear(compose(token, HELLO, b"1" * 8, alive if number == 7 else dead))
-            ledger._sessions[token].look_at = float("inf")  # as if it had existed until just now
+            ledger.hear(compose(token, HELLO, b"1" * 8, alive if number == 7 else ends))
+            is_there = True
             ledger.expel(token)
-            ledger._sessions[token].look_at = 0.0
-        assert len(ledger._sessions) <= 3, "the last, the one that lives, and one beside it"
+            is_there, now = False, now + onesided.LOOK_S
+            sizes.append(kept(ledger).total())
+        assert max(sizes[10:]) == max(sizes[:10]), "the last, the one that lives, and one beside it"
 
     def test_a_question_for_each_span_is_one_look_at_the_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Until it is worth to look again."""

@@ -244,30 +244,36 @@ def test_half_a_greeting_has_a_deadline(target, monkeypatch):
     target.is_unharmed("silence")
 
 
+def served():
+    """How many streams have a thread."""
+    return sum(thread.name == "pdx-tcp-receive" for thread in threading.enumerate())
+
+
 def test_strangers_are_few(target, monkeypatch):
     """Who does not greet takes a place for some seconds, not a thread and a descriptor for each that comes."""
     monkeypatch.setattr(inbound, "GREETING_S", 600)  # so that none is gone before the last is there
-    strangers = [target.stream() for _ in range(inbound.MAX_STRANGERS_OF_AN_ORIGIN)]
-    wait_until(lambda: len(target.listener._strangers) == len(strangers), "all are counted")
+    before, most = served(), inbound.MAX_STRANGERS_OF_AN_ORIGIN
+    strangers = [target.stream() for _ in range(most)]
+    wait_until(lambda: served() == before + most, "all are there")
     for number in range(3):
         strangers.append(target.stream())
         assert target.ended(strangers[number]), "the one that had the most time"
-    wait_until(lambda: len(target.listener._strangers) == inbound.MAX_STRANGERS_OF_AN_ORIGIN, "no more than before")
+    wait_until(lambda: served() == before + most, "no more than before")
     with target.greeted():  # from where they come
         pass
     for sock in strangers:
         sock.close()
-    wait_until(lambda: not target.listener._strangers, "their places are free")
+    wait_until(lambda: served() == before, "their places are free")
     target.is_unharmed("strangers")
 
 
 def test_strangers_do_not_keep_others_out(target, monkeypatch):
     """All places are taken, and who greets from elsewhere has one at once. It keeps it when he has greeted."""
     monkeypatch.setattr(inbound, "GREETING_S", 600)
-    strangers = []
+    before, strangers = served(), []
     for host in range(inbound.MAX_STRANGERS // inbound.MAX_STRANGERS_OF_AN_ORIGIN):
         strangers += [target.stream(host=f"127.0.1.{host + 1}") for _ in range(inbound.MAX_STRANGERS_OF_AN_ORIGIN)]
-    wait_until(lambda: len(target.listener._strangers) == inbound.MAX_STRANGERS, "all places are taken")
+    wait_until(lambda: served() == before + inbound.MAX_STRANGERS, "all places are taken")
     honest = target.stream(target.greeting(), host="127.0.2.1")
     assert target.answer(honest) == frames.OK
     assert target.ended(strangers[0])

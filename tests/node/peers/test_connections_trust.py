@@ -180,7 +180,7 @@ def test_without_a_file_only_addresses_of_this_host_are_believed(stage, caplog, 
     assert len(caplog.records) == (1 if where else 0)
     with pytest.raises(PeerUnknown):
         alpha.connections.dial("beta")
-    assert len(alpha.connections._by_socket) == 0
+    assert alpha.connections.known == []
 
 
 def test_a_peer_with_a_key_is_not_dialled_without_one(stage):

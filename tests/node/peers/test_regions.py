@@ -90,7 +90,7 @@ def open_regions(tmp_path):
 
     def make(*schemes):
         made.append(regions_of(arena, env, *schemes))
-        made[-1].mailbox = env.mailbox
+        made[-1].mailbox, made[-1].counters = env.mailbox, env.counters
         return made[-1]
 
     yield make
@@ -111,7 +111,7 @@ def test_what_works_is_opened_once_and_what_does_not_says_why(open_regions, capl
     assert regions.schemes == ["inproc", "slow"]
     assert set(regions.why) == {"deaf", "broken", "nonsense"}
     assert "ZeroDivisionError: a bug" in regions.why["broken"]
-    assert regions._env.counters == {"channels_unavailable": 3}
+    assert regions.counters == {"channels_unavailable": 3}
     assert len(CLOSED) == 1, "what was registered and cannot listen is closed"
     regions.when_open(lambda: called.append(3))
     assert called == [1, 2, 3]
