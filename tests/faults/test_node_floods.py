@@ -88,7 +88,7 @@ def test_more_processes_than_files_wait_until_others_leave(node):
             if (answer := wait_until(lambda wire=wire: wire.answer(0) or is_short())) is True:
                 break
             assert isinstance(answer[1], Welcome)
-            wire._node_pid = node.pid
+            wire.node_pid = node.pid
             wires.append(wire)
         assert 32 <= len(wires) < LIMIT
         assert all(serves(one) for one in wires[:: len(wires) // 8])
@@ -98,7 +98,7 @@ def test_more_processes_than_files_wait_until_others_leave(node):
         answer = wire.answer(30.0)
         assert answer is not None
         assert isinstance(answer[1], Welcome)
-        wire._node_pid = node.pid
+        wire.node_pid = node.pid
     assert node.process.poll() is None
 
 

@@ -9,6 +9,7 @@ from fake_cuda import fake_cuda
 from node_puppet import serve
 
 import pdx
+from pdx.client.connection import attached
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import num_mapped
 
@@ -17,8 +18,8 @@ class Puppet:
     """One attached client; chunks by name."""
 
     def __init__(self, address, fake):
-        self.node = pdx.connect(address, timeout_s=20.0)
-        self.arena = self.node._connection.arena
+        link = attached(address, 20.0)
+        self.node, self.arena = pdx.Node(link, 20.0), link.arena
         self.fake = fake
         self.chunks = {}
 

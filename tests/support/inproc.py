@@ -123,11 +123,11 @@ class InprocListener(SessionListener):
         queue = self._waiting[session]
         while queue and session.has_room:
             transfer = queue.popleft()
-            transfer.finish(self._copy(transfer))
+            transfer.finish(self.copy(transfer))
         if not queue:
             del self._waiting[session]
 
-    def _copy(self, transfer: InprocTransfer) -> ChannelError | None:
+    def copy(self, transfer: InprocTransfer) -> ChannelError | None:
         """Copy the pieces, or say why not."""
         session, source = transfer.channel.session, transfer.channel.memory.view
         if not session.is_open:

@@ -78,7 +78,7 @@ class Wire:
         self._socket.connect(address)
         self._path = address.removeprefix("ipc://")
         self.seq = 0
-        self._node_pid = 0  # once attached
+        self.node_pid = 0  # once attached
 
     def send_frames(self, *frames: bytes) -> None:
         """Any frames at all."""
@@ -109,7 +109,7 @@ class Wire:
         """Attach as a client of this process, or as `settings` say."""
         answer = self.ask(Hello(**{"version": VERSION, "pid": os.getpid(), "kind": "client", **settings}))
         if isinstance(answer, Welcome):
-            self._node_pid = answer.pid
+            self.node_pid = answer.pid
         return answer
 
     def refused(self, body: Ask) -> str:
@@ -128,7 +128,7 @@ class Wire:
         """Say bye where the node still runs, so that its next user finds it as it was. Idempotent."""
         if self._socket.closed:
             return
-        if self._node_pid:
+        if self.node_pid:
             wait_until(self._has_left, what="the node has read the bye, or has ended")
         self._socket.close()
         self._context.term()
@@ -139,7 +139,7 @@ class Wire:
         while received := self.answer(0.3):
             if received[0] >= _LAST_SEQ:
                 return True
-        return has_ended(self._node_pid) or not os.path.exists(self._path)
+        return has_ended(self.node_pid) or not os.path.exists(self._path)
 
     def __enter__(self) -> Wire:
         return self

@@ -24,7 +24,7 @@ class FlippingListener(InprocListener):
     def invite(self, token):
         return msgspec.structs.replace(super().invite(token), scheme=FlippingRegion.scheme)
 
-    def _copy(self, transfer):
+    def copy(self, transfer):
         is_probe = decode_landed(transfer.notify).admit == 0
         if not is_probe and next(COUNT) in WRONG:
             copy = bytearray(transfer.channel.memory.view)
@@ -32,7 +32,7 @@ class FlippingListener(InprocListener):
             copy[last.local + last.nbytes - 1] ^= 0x10
             channel = SimpleNamespace(session=transfer.channel.session, memory=SimpleNamespace(view=memoryview(copy)))
             transfer = SimpleNamespace(channel=channel, pieces=transfer.pieces, notify=transfer.notify)
-        return super()._copy(transfer)
+        return super().copy(transfer)
 
 
 class FlippingRegion(InprocRegion):
