@@ -43,7 +43,7 @@ def pattern(number, shard, layer):
 class Stage:
     """A store with three arenas: one in host memory, and two on `gpus`; without these in host memory, too."""
 
-    def __init__(self, folder, granules=16, gpus=()):
+    def __init__(self, folder, granules=16, gpus=(), tracer=None):
         self.now = 100.0
         self.env = Env(lambda: self.now)
         self.counters, self.mailbox = self.env.counters, self.env.mailbox
@@ -51,7 +51,7 @@ class Stage:
         self.arenas = [Arena.create(folder / f"arena{n}", nbytes) for n in range(3 - len(gpus))]
         self.arenas += [GpuArena.create(folder / f"gpu{gpu.ordinal}", nbytes, gpu) for gpu in gpus]
         self.store = Store(self.arenas[0], self.env, more=self.arenas[1:])
-        self.copies = Copies(self.store, self.env, group_bytes=1)
+        self.copies = Copies(self.store, self.env, group_bytes=1, tracer=tracer)
         self.tier = ArenaTier(self.arenas, self.store, self.copies, self.env)
         self.tiers = Tiers(
             self.store,
@@ -144,7 +144,6 @@ class Stage:
     def assert_idle(self):
         self.settle()
         self.check()
-        assert not self.copies._items
         assert not self.tier._slots
         assert not self.tier._cancelled
         for slots in self.store.index.slots:
@@ -263,17 +262,20 @@ def test_without_host_memory_no_gpu_is_filled_with_what_others_seal(stage, monke
     assert stage.hits([0, 1], (2,)) == 2
 
 
-def test_a_thread_that_meets_a_bug_goes_on(stage, monkeypatch):
+def test_a_thread_that_meets_a_bug_goes_on(tmp_path, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError
 
+    stage = Stage(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(stage.tier, "_copy", broken)
+        patch.setattr(ctypes, "memmove", broken)
         stage.save([0])
     assert (stage.hits([0], (1,)), stage.hits([0])) == (1, 0)
     assert stage.counters["jobs_failed"] == 1
     stage.save([1])
     assert stage.hits([1]) == 1
+    stage.assert_idle()
+    stage.close()
 
 
 def test_a_copy_that_outlives_the_tier_has_its_memory(tmp_path, monkeypatch):
@@ -296,7 +298,9 @@ def test_a_copy_that_outlives_the_tier_has_its_memory(tmp_path, monkeypatch):
     for arena in stage.arenas:
         arena.close()
     go_on.set()
-    stage.tier._thread.join(60)
+    for thread in threading.enumerate():
+        if thread.name == "pdx-arenas":
+            thread.join(60)
     assert moves == [True], "the next copy is not begun"
     stage.mailbox.close()
 
@@ -327,11 +331,11 @@ def test_a_job_is_one_call_of_the_driver(fake, stage):
 
 
 def test_what_goes_between_arenas_is_counted_and_has_spans(tmp_path):
-    stage = Stage(tmp_path)
     spans = tmp_path / "spans"
     spans.mkdir(mode=0o700)
     trace.switch(spans, True)
-    with trace.Tracer(spans, "a") as stage.copies._tracer:
+    with trace.Tracer(spans, "a") as tracer:
+        stage = Stage(tmp_path, tracer=tracer)
         stage.save([0, 1, 2])
     stage.assert_idle()
     found = trace.read(spans)

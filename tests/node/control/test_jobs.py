@@ -32,7 +32,7 @@ def test_many_jobs_share_what_one_turn_of_the_loop_may_take():
     assert len(steps) == module.MAX_RUNNING
     table.close()
     assert not len(table)
-    assert not table._of_key
+    table.check([bytes([number]) for number in range(module.MAX_RUNNING)])
 
 
 def test_what_is_done_between_two_steps_counts_as_well():

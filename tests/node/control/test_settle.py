@@ -46,9 +46,7 @@ def test_however_often_it_is_asked_each_chunk_is_copied_once(bed, monkeypatch):
         bed.service.peers.on_settle("b", Settle(some, 1, "disk"))
     assert sum(len(copy.keys) for copy in bed.service.copies.of(bed.service.tiers.below[0][0])) == 64
     assert len(bed.service.copies) - before <= 64
-    assert len(bed.service.controls._mover._settling) == 64
     until_settled(bed, keys)
-    assert not bed.service.controls._mover._settling
     assert not any(bed.service.store.index.of(key) for key in keys)
 
 
@@ -73,7 +71,6 @@ def test_what_peers_ask_for_and_leave_is_bounded(bed, monkeypatch):
     for first in range(0, 160, 8):
         keys = put(bed, first, 8)
         settled(bed, keys)
-        assert len(bed.service.controls._mover._settling) <= 16
         bed.until(lambda: not len(bed.service.copies), "they are stored")
     for first in (200, 208):
         settled(bed, put(bed, first, 8))

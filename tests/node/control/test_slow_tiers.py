@@ -37,11 +37,15 @@ class Shelf(Backend):
         self.permits = threading.Semaphore(1000)
         self.answers = threading.Event()
         self.answers.set()
+        self.is_asked = self.is_away = False  # something waits for an answer; nothing gets there
 
     def connect(self, count):
         pass
 
     def heads(self, names, nbytes):
+        if self.is_away:
+            raise TierError("no route", "unreachable")
+        self.is_asked = not self.answers.is_set()
         self.answers.wait(30)
         kept = [self.kept.get(name) for name in names]
         return [None if data is None else Found(memoryview(data[:nbytes]), len(data)) for data in kept]
@@ -246,7 +250,7 @@ def test_a_store_that_does_not_say_that_it_has_what_it_took_is_said_not_to(bed):
     bed.shelf.answers.clear()
     bed.shelf.permits.release(1000)
     bed.until(lambda: bed.service.counters["remote_stored"] == 4, "they are there")
-    bed.until(lambda: bed.remote._catalog.seeking, "it is asked for them")
+    bed.until(lambda: bed.shelf.is_asked, "it is asked for them")
     bed.now += ANSWER_S + 1.0
     why = bed.over(job).why
     assert "remote did not take 4 chunks (was asked, and had not answered yet); 0 of 4 chunks were moved" in why
@@ -293,7 +297,11 @@ def test_what_another_node_has_put_in_a_store_is_cleared_there(bed):
 def test_a_store_that_does_not_answer_has_forgotten_nothing_and_does_later(bed, tier, others):
     keys = bed.put(1, 4)
     assert bed.run(Move(Selection(keys), "host", "remote", keeps=True)).state == "done"
-    bed.remote._pause(TierError("no route", "unreachable"))
+    bed.shelf.is_away = True
+    others_of = itertools.count(100)
+    ask = bed.service.control
+    bed.until(lambda: ask(Find(Selection([key(next(others_of))]))) and not bed.remote.status().is_up, "it is paused")
+    bed.shelf.is_away = False
     with pytest.raises(NodeError, match=f"^{others}remote does not answer: unreachable.* is removed when it answers"):
         bed.service.control(Clear(Selection(keys), tier))
     assert len(bed.shelf.kept) == 4
