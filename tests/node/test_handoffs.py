@@ -1,13 +1,16 @@
 """A prefill-to-decode handoff as the node sees it: who waits for what, how long, and what is left afterwards."""
 
+import os
+from pathlib import Path
+
 import msgspec
 import pytest
 from service_stage import CHUNKS, attach, serving
 
 from pdx.errors import ArenaTooSmall, StaleSlot
-from pdx.memory.arena import GRANULE_BYTES, NEVER
+from pdx.memory.arena import GRANULE_BYTES, NEVER, Arena
 from pdx.node.waiting import MAX_OF_SESSION
-from pdx.wire.messages import Abort, Admit, Bye, Cancel, Fill, Ping, Release
+from pdx.wire.messages import VERSION, Abort, Admit, Bye, Cancel, Fill, Hello, Ping, Release
 
 TRANSFER = "transfer-0123456789"
 KEYS = [bytes([number]) * 16 for number in range(4)]
@@ -261,11 +264,19 @@ def engine(service):
     return Process(service, "early", "scheduler", engine="early")
 
 
-def filled(service, slots):
-    return [service._arenas[0].filled_slices(slot) for slot in slots]
+@pytest.fixture
+def arena(service):
+    """As a process that attaches maps it."""
+    _, welcome = service.attach(b"maps it", Hello(VERSION, os.getpid(), "client"), os.getpid())
+    with Arena.open(Path(welcome.arena_path), welcome.arena_bytes) as mapped:
+        yield mapped
 
 
-def test_who_copies_slower_than_the_rest_comes_is_answered_before_the_end(service, prefill, engine, clock):
+def filled(arena, slots):
+    return [arena.filled_slices(slot) for slot in slots]
+
+
+def test_who_copies_slower_than_the_rest_comes_is_answered_before_the_end(service, prefill, engine, clock, arena):
     slots = prefill.reserve()
     prefill.seal(slots[:1])
     assert engine.look(early=True).waiting, "how fast it comes is not known"
@@ -275,9 +286,9 @@ def test_who_copies_slower_than_the_rest_comes_is_answered_before_the_end(servic
     late, found = engine.late(), engine.look(early=True)
     for each in (late, found):
         assert (each.hits, each.waiting, each.slots) == (3, False, slots)
-    assert filled(service, slots) == [2, 1, 1]
+    assert filled(arena, slots) == [2, 1, 1]
     prefill.seal(slots[1:])
-    assert filled(service, slots) == [2, 2, 2]
+    assert filled(arena, slots) == [2, 2, 2]
     for each in (late, found):
         engine.ask(Release(each.lease))
     assert states(service) == {"sealed": 2}, "a tail is for one reader"
@@ -296,7 +307,9 @@ def test_everybody_else_waits_for_the_end(service, prefill, engine, clock, why):
     prefill.ask(Abort([*slots, *others]))
 
 
-def test_readers_of_what_is_given_up_see_that_and_its_room_is_free_when_they_are_gone(service, prefill, engine, clock):
+def test_readers_of_what_is_given_up_see_that_and_its_room_is_free_when_they_are_gone(
+    service, prefill, engine, clock, arena
+):
     slots = prefill.reserve()
     prefill.seal(slots[:1])
     clock.now += 1.0
@@ -304,8 +317,8 @@ def test_readers_of_what_is_given_up_see_that_and_its_room_is_free_when_they_are
     found = engine.look(early=True)
     assert found.hits == 3
     prefill.ask(Abort(slots[1:2]))
-    assert filled(service, slots) == [2, NEVER, 1]
-    is_current = service._arenas[0].is_current
+    assert filled(arena, slots) == [2, NEVER, 1]
+    is_current = arena.is_current
     assert all(is_current(slot) for slot in slots), "nobody gets the room that is read"
     prefill.ask(Abort(slots[2:]))
     engine.ask(Release(found.lease))
@@ -313,12 +326,12 @@ def test_readers_of_what_is_given_up_see_that_and_its_room_is_free_when_they_are
     assert states(service) == {"sealed": 1}
 
 
-def test_a_slice_that_comes_too_late_does_not_make_it_whole_again(service, prefill, engine):
+def test_a_slice_that_comes_too_late_does_not_make_it_whole_again(prefill, engine, arena):
     """The reservation ended; its writer has not heard of it yet."""
     slots = prefill.reserve()
     prefill.fill(slots)
     engine.ask(Cancel(TRANSFER))
-    assert filled(service, slots) == [NEVER] * 3
+    assert filled(arena, slots) == [NEVER] * 3
     prefill.fill(slots, 2)
-    assert filled(service, slots) == [NEVER] * 3
+    assert filled(arena, slots) == [NEVER] * 3
     prefill.ask(Abort(slots))

@@ -5,6 +5,7 @@ import math
 import random
 import socket
 import struct
+import threading
 
 import plain_chunk
 import pytest
@@ -18,6 +19,7 @@ from pdx.client.events import Subscriber
 from pdx.errors import ConfigError
 from pdx.memory.slot import Slot
 from pdx.node.events import publisher as publisher_module
+from pdx.node.events.blocks import Blocks
 from pdx.node.events.log import Batch, Change
 from pdx.node.events.publisher import Publisher, Readers
 from pdx.security.address import tcp_endpoint
@@ -225,13 +227,18 @@ def test_nothing_is_encoded_while_nobody_subscribes(stage):
     stage.put(0, 1, 2)
     stage.turn()
     wait_until(lambda: stage.publisher.seq == stage.bed.log.seq)
-    assert (stage.publisher.counts["events_published"], len(stage.publisher._kept)) == (0, 0)
+    assert stage.publisher.counts["events_published"] == 0
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asks:
+        asks.connect(stage.replay)
+        asks.send_multipart([b"", stage.bed.log.seq.to_bytes(8, "big")])
+        wait_until(lambda: stage.turn() or asks.poll(10), what="it is answered")
+    assert (stage.publisher.counts["events_snapshots"], stage.publisher.counts["events_replayed"]) == (1, 0)
 
 
-def test_a_publisher_ends_while_it_encodes_what_is_there(stage):
+def test_a_publisher_ends_while_it_encodes_what_is_there(stage, monkeypatch):
+    pieces = []
+    monkeypatch.setattr(Blocks, "everything", lambda blocks: iter(lambda: pieces.append(1) or [], None))
     stage = stage()
-    publisher, pieces = stage.publisher, []
-    publisher._blocks.everything = lambda: iter(lambda: pieces.append(1) or [], None)
     with Subscriber(stage.address, stage.replay) as subscriber:
 
         def is_encoding():
@@ -240,8 +247,22 @@ def test_a_publisher_ends_while_it_encodes_what_is_there(stage):
             return pieces
 
         wait_until(is_encoding, what="it is asked for all that is there")
-        publisher.close()
-    assert not publisher._thread.is_alive()
+        stage.publisher.close()
+    assert "pdx-events" not in [thread.name for thread in threading.enumerate()]
+
+
+def subscribed(stage, reader, changes):
+    """Until `reader` subscribes; the number of the next batch. `changes`: in turns, or nothing is told."""
+    first = stage.bed.log.seq + 1
+
+    def hears():
+        nonlocal first
+        stage.publisher.put(Batch(first, 0.0, [changes[first % 2]]))
+        first += 1
+        return reader.poll(10)
+
+    wait_until(hears, what="it subscribes")
+    return first
 
 
 def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage, monkeypatch):
@@ -251,7 +272,6 @@ def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage, monk
         unread.setsockopt(zmq.RCVHWM, 1)
         unread.setsockopt(zmq.SUBSCRIBE, b"")
         unread.connect(stage.address)
-        wait_until(lambda: stage.publisher._subscribed, what="it subscribes")
         chunks = [
             plain_chunk.chunk(key(number), Slot(0, 0, 1), 1, blocks=names(*range(1000 * number, 1000 * number + 1000)))
             for number in range(8)
@@ -260,11 +280,11 @@ def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage, monk
         changes = [
             Change("host", is_stored, keys, chunks) for is_stored in (False, True)
         ]  # in turns, or nothing is told
-        sent = 1000
-        for number in range(1, sent + 1):
-            stage.publisher.put(Batch(stage.bed.log.seq + number, 0.0, [changes[number % 2]]))
+        first = subscribed(stage, unread, changes)
+        for number in range(first, first + 1000):
+            stage.publisher.put(Batch(number, 0.0, [changes[number % 2]]))
             if number % 100 == 0:
-                wait_until(lambda: not stage.publisher._queue, what="they are published")
+                wait_until(lambda number=number: stage.publisher.seq == number, what="they are published")
         count = 0
         while unread.poll(1000):
             unread.recv_multipart()
@@ -272,35 +292,34 @@ def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage, monk
     assert count < 500
 
 
-def test_a_reader_that_does_not_read_has_one_large_answer_at_a_time(stage, monkeypatch):
+def test_a_reader_that_does_not_read_has_one_large_answer_at_a_time(stage):
     """It asked again and again, and for each answer ZMQ kept a copy of all that was there."""
     stage = stage()
-    stage.put(0)
-    stage.turn()
-    publisher, made = stage.publisher, []
-
-    def encoded():
-        made.append(1)
-        return bytes(8 << 20)
-
-    monkeypatch.setattr(publisher, "_encoded", encoded)
-    wait_until(lambda: publisher._is_whole and publisher.seq == stage.bed.log.seq, what="it is taken in")
+    many = 400_000
+    stage.bed.put(key(0), blocks=names(*range(many)), chunk_blocks=many, parent=b"root", block_tokens=16)
+    publisher, made = stage.publisher, set()
     asked = [b"", (1).to_bytes(8, "big")]
     with zmq.Context() as context, context.socket(zmq.DEALER) as unread, context.socket(zmq.DEALER) as reads:
         unread.setsockopt(zmq.RCVHWM, 1)
         for client in (unread, reads):
             client.connect(stage.replay)
-        rounds = 12
+        reads.send_multipart(asked)
+        wait_until(lambda: stage.turn() or reads.poll(10), what="it is taken in")
+        while reads.recv_multipart()[-2] != END_SEQ:
+            pass
+        rounds, before = 12, publisher.counts["events_snapshots"]
         for _ in range(rounds):
             unread.send_multipart(asked)
             reads.send_multipart(asked)  # and when it has its answer, the other one was heard, too
             assert reads.poll(20_000)
-            while reads.recv_multipart()[-2] != END_SEQ:
-                pass
-        assert publisher.counts["events_snapshots"] - rounds <= 4  # what its own side takes, and one
-        assert len(made) == 1
+            while (answer := reads.recv_multipart())[-2] != END_SEQ:
+                assert len(answer[-1]) > 1 << 20
+                made.add(answer[-1])
+        unheard = before + rounds
+        assert publisher.counts["events_snapshots"] - unheard <= 4  # what its own side takes, and one
+        assert len(made) == 1, "it has the time in it"
         answers = 0
-        while answers < publisher.counts["events_snapshots"] - rounds:  # what is there for it comes
+        while answers < publisher.counts["events_snapshots"] - unheard:  # what is there for it comes
             assert unread.poll(20_000)
             answers += unread.recv_multipart()[-2] != END_SEQ
         unread.send_multipart(asked)
@@ -312,13 +331,13 @@ def test_who_reads_its_replay_late_gets_all_of_it(stage, monkeypatch):
     stage = stage()
     blocks = names(*range(1000))
     chunk = plain_chunk.chunk(key(0), Slot(0, 0, 1), 1, blocks=blocks)
-    first = stage.bed.log.seq + 1
+    changes = [Change("host", is_stored, [key(0)], [chunk]) for is_stored in (True, False)]
     with zmq.Context() as context, context.socket(zmq.SUB) as live, context.socket(zmq.DEALER) as late:
         live.setsockopt(zmq.SUBSCRIBE, b"")
         live.connect(stage.address)
-        wait_until(lambda: stage.publisher._subscribed, what="it subscribes")
-        for number in range(200):  # in turns, or nothing is told
-            stage.publisher.put(Batch(first + number, 0.0, [Change("host", number % 2 == 0, [key(0)], [chunk])]))
+        first = subscribed(stage, live, changes)
+        for number in range(first, first + 200):
+            stage.publisher.put(Batch(number, 0.0, [changes[number % 2]]))
         wait_until(lambda: stage.publisher.seq == first + 199, what="they are published")
         late.setsockopt(zmq.RCVHWM, 1)
         late.connect(stage.replay)

@@ -187,8 +187,8 @@ def test_the_logic_of_vllms_example_reads_our_stream(place, vllm, kept):
     stage = Stage(place, max_kept=kept)
     with zmq.Context() as context, contextlib.closing(stage):
         reader = PlainReader(context, stage, msgspec.msgpack.Decoder(type=vllm.KVEventBatch))
-        wait_until(lambda: stage.publisher._subscribed)
         rng = random.Random(7)
+        wait_until(lambda: step(stage, rng) or stage.turn() or reader.heard(), what="it subscribes")
         for _ in range(100):
             step(stage, rng)
             stage.turn()
