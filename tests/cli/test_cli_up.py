@@ -26,6 +26,7 @@ from pdx.client.api import connect
 from pdx.config import private_folder
 from pdx.errors import ConfigError, PdxError
 from pdx.security.address import worker_address
+from pdx.security.socket_lock import owned
 
 STANDIN = Path(__file__).parent / "standin"
 ROOT = Path(__file__).parent.parent.parent
@@ -270,7 +271,7 @@ def test_a_second_one_on_the_port_touches_nothing(invoke, place):
     private_folder(folder.parent)
     private_folder(folder)
     (folder / "node.sock").touch()
-    with up_module._owned(folder, invoke.port):
+    with owned(folder, ConfigError):
         result = invoke()
         assert isinstance(result.exception, ConfigError)
         assert f"that of another pdx up, process {os.getpid()}; choose another with --port" in str(result.exception)

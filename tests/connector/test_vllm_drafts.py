@@ -16,11 +16,14 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
-    from test_vllm_border import configs, folder, group  # noqa: F401
+    from test_vllm_border import configs, folder, group, model_of  # noqa: F401
 
     from pdx.memory.layout import CacheGroups
-    from pdx.vllm import identity
     from pdx.vllm.identity import drafter_identity, drafts_of, layouts_of
+    from pdx.vllm.releases import moves_groups
+
+if not moves_groups():
+    pytest.skip("this vLLM shows no blocks of several groups", allow_module_level=True)
 
 OWN = ("model.layers.0.attn", "model.layers.1.attn")
 AMONG_OWN = [(*OWN, "model.layers.2.attn")]
@@ -29,11 +32,6 @@ APART = [OWN, ("draft_model.model.layers.0.attn",)]
 
 class SlidingWindowSpec(SimpleNamespace):
     """As vLLM's."""
-
-
-@pytest.fixture(autouse=True)
-def _several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "moves_groups", lambda: True)
 
 
 def engine(folder: Path, names: Any = (OWN,), kinds: Any = (), **changes: Any) -> tuple[Any, Any]:  # noqa: F811
@@ -110,22 +108,23 @@ def test_pages_that_have_to_be_zeroed_are_not_shared(folder: Path, caplog: pytes
     assert "blocks have to be zeroed before their first use" in caplog.text
 
 
-def test_a_drafter_is_named_by_its_weights_and_by_what_it_does_with_them(
-    folder: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(identity, "model_identity", lambda model, load_format: f"{model}, {load_format}")
-    config = engine(folder)[0]
+def test_a_drafter_is_named_by_its_weights_and_by_what_it_does_with_them(folder: Path) -> None:  # noqa: F811
+    config, model = engine(folder)[0], model_of(folder)
     config.load_config = SimpleNamespace(load_format="auto")
 
     def named(**told: Any) -> str:
-        said = {"method": "eagle", "draft_model_config": "a model", "target_model_config": "the model", **told}
+        said = {"method": "eagle", "draft_model_config": model_of(folder), "target_model_config": model, **told}
         config.speculative_config = SimpleNamespace(**said)
         return drafter_identity(config)
 
-    told = [{}, {"method": "eagle3"}, {"draft_model_config": "another"}, {"kv_cache_dtype": "fp8"}]
+    told = [
+        {},
+        {"method": "eagle3"},
+        {"draft_model_config": model_of(folder, dtype="float32")},
+        {"kv_cache_dtype": "fp8"},
+    ]
     told += [{"attention_backend": "FLASH"}, {"draft_load_config": SimpleNamespace(load_format="dummy")}]
     assert len({named(**each) for each in told}) == len(told)
-    assert named(method="ngram", draft_model_config="the model") == "", "it has no layers"
+    assert named(method="ngram", draft_model_config=model) == "", "it has no layers"
     config.speculative_config = None
     assert drafter_identity(config) == ""
