@@ -110,7 +110,7 @@ class Watch:
 
     def __init__(self, *urls: str) -> None:
         """The same URL twice counts once."""
-        self._before = {url: read(url) for url in urls}
+        self._before = {url: read(url) for url in dict.fromkeys(urls)}
 
     def end(self, requests: int) -> list[Sums] | None:
         """What each has added; None: not all of them have finished exactly so many within `COUNTED_S`.

