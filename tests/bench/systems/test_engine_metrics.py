@@ -87,6 +87,12 @@ def test_a_request_that_is_never_counted(pages, monkeypatch):
     assert watch("p", "d").end(1) is None
 
 
+def test_an_engine_that_does_everything_counts_once(pages):
+    pages, watch = pages
+    pages["p"] = [Sums(0, 0, 0, 0, 0), Sums(1, 0, 3, 0, 0)]
+    assert watch("p", "p").end(1) == [Sums(1, 0, 3, 0, 0)]
+
+
 def test_somebody_elses_requests_spoil_the_means(pages):
     pages, watch = pages
     pages["p"] = [Sums(0, 0, 0, 0, 0), Sums(2, 0, 3, 0, 0)]
