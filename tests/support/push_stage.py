@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -350,14 +351,21 @@ class ReceivingStage(StoreStage):
         super().__init__(folder, granules, other_granules=other_granules)
         self.transfers = Transfers(self.env)
         self.listeners = {"sure": FakeListener(), "blind": FakeListener(knows=False)}
-        regions = {scheme: SimpleNamespace(checks_writes=scheme == "sure") for scheme in self.listeners}
+        regions = {
+            scheme: SimpleNamespace(
+                scheme=scheme, checks_writes=scheme == "sure", wake=Event(), is_polled=False, crosses_wire=True
+            )
+            for scheme in self.listeners
+        }
         self.config = NodeConfig(address=f"ipc://{folder}/node.sock", peer_share=peer_share, push_s=60.0)
         self.inbound = InboundPushes(
             self.config,
             self.env,
             store=self.store,
             transfers=self.transfers,
-            regions=SimpleNamespace(listeners=self.listeners, regions=regions, probe=Slot(0, 4096, 0)),
+            regions=SimpleNamespace(
+                arena=self.arena, listeners=self.listeners, regions=regions, probe=Slot(0, 4096, 0)
+            ),
         )
         self.changed, self.over = self.inbound.changed, self.inbound.over
         self.offers: Counter[int] = Counter()  # by number of the session
@@ -429,3 +437,7 @@ class ReceivingStage(StoreStage):
         pushes = self.inbound
         others = (self.config, self.env, self.store, self.transfers, pushes.regions, pushes.changed, pushes.over)
         return kept(pushes, *others)
+
+    def close(self) -> None:
+        self.inbound.close()
+        super().close()

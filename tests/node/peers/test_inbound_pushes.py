@@ -134,8 +134,7 @@ def test_who_forwards_what_lands_hears_of_it(stage, a):
 # ---- who may write at all ------------------------------------------------------------------------
 
 
-def test_a_session_writes_to_the_probe_until_it_has_chosen_and_then_by_that_channel_alone(stage, a, b, monkeypatch):
-    monkeypatch.setattr(stage.inbound, "start_threads", lambda: None)
+def test_a_session_writes_to_the_probe_until_it_has_chosen_and_then_by_that_channel_alone(stage, a, b):
     assert len(stage.inbound.invite(a, ["sure", "blind", "smoke"])) == 2
     probe = {0: 4096}
     assert [stage.listeners[scheme].granted[a.token] for scheme in ("sure", "blind")] == [probe, probe]
