@@ -540,7 +540,7 @@ def test_advice_about_nothing_is_refused(bed):
 
 
 def test_hints_that_fail_cost_the_request_nothing(bed, monkeypatch):
-    monkeypatch.setattr(bed.service.hinting, "_carry_out", lambda *_: 1 / 0)
+    monkeypatch.setattr(bed.service.hinting, "request", lambda *_, **__: 1 / 0)
     answer = bed.ask(Admit(keys(range(4)), GRANULE_BYTES, 1, hints=Hints("", lease_s=5.0)))
     assert (answer.granted, answer.verdicts) == ([0, 1, 2, 3], [])
     assert bed.service.counters["internal_errors"] == 1

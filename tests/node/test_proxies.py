@@ -14,7 +14,6 @@ from test_node_proxy import Proxy
 
 from pdx.config import NodeConfig
 from pdx.node.daemon import Daemon
-from pdx.node.proxy_line import ProxyLine
 from pdx.security.curve_keys import KeyPair
 from pdx.security.gate import Gate
 from pdx.testing.waiting import wait_until
@@ -163,7 +162,7 @@ def test_a_proxy_hears_of_the_nodes_new_key_and_is_left_when_the_roster_has_it_n
         with Daemon(config) as daemon:
             wait_until(lambda: heard() == keys["old"].public, what="it reports")
             with monkeypatch.context() as short:  # no descriptor is left for another line: it is tried again
-                short.setattr(ProxyLine, "_monitor", no_descriptor)
+                short.setattr(zmq.Socket, "monitor", no_descriptor)
                 tell(keys["new"], keys["proxy"])
                 wait_until(
                     lambda: heard() and "not with the node's new key" in caplog.text, what="it goes on as before"
