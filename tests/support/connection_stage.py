@@ -130,11 +130,16 @@ class Stage:
         ready = [source for source, _ in self.poller.poll(20) if source not in descriptors]
         awake = [node for node in self.nodes if not node.is_frozen]
         served = [node.connections.serve(socket) for node in awake for socket in ready]
-        for node in awake:
-            for descriptor in descriptors:
-                node.connections.serve(descriptor)
+        self.let_in()
         if ready and not any(served):
             time.sleep(0.005)  # it is for nodes that are frozen, and ZMQ's threads need a turn
+
+    def let_in(self) -> None:
+        """Who waits at a node that is not frozen."""
+        for source, _ in self.poller.sockets:
+            for node in self.nodes if isinstance(source, int) else []:
+                if not node.is_frozen:
+                    node.connections.serve(source)
 
     def until(self, condition: Callable[[], Any], what: str = "") -> Any:
         """Turn until it is true; fail after 20 s."""
@@ -257,18 +262,19 @@ def welcomed(stage: Stage, peer: Raw, **hello: Any) -> Any:
 @contextlib.contextmanager
 def zmq_events(node: PeerNode) -> Iterator[Callable[[zmq.Event], Any]]:
     """It waits until ZMQ says this of a connection to the node, and lets in meanwhile who waits."""
-    peer_socket = node.connections._peer_socket
-    assert peer_socket is not None
-    monitor = peer_socket.router.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    sources = [source for source, _ in node.stage.poller.sockets]
+    own = [each for each in sources if isinstance(each, zmq.Socket) and each.context is node.context]
+    (router,) = [each for each in own if each.type == zmq.ROUTER]
+    monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def has_come(event: zmq.Event) -> bool:
-        peer_socket.heed()
+        node.stage.let_in()
         return bool(monitor.poll(0)) and recv_monitor_message(monitor)["event"] == event
 
     try:
         yield lambda event: wait_until(lambda: has_come(event), what=repr(event))
     finally:  # or the context would never end
-        peer_socket.router.disable_monitor()
+        router.disable_monitor()
         monitor.close()
 
 
