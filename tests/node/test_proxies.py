@@ -56,19 +56,24 @@ def test_each_proxy_and_each_worker_hears_of_engines_at_once(start_here, attach,
         worker.router.disable_monitor()
 
 
-def test_workers_may_come_and_go_any_number_of_times(place, proxies):
+def num_open():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_workers_may_come_and_go_any_number_of_times(place, proxies, caplog):
     """Once a name that ZMQ had not let go of yet was given to the next one's monitor."""
     a, *_ = proxies
     with Daemon(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=2 << 20, proxy=a.address)) as daemon:
         wait_until(lambda: daemon.turn(0.01) or a.router.poll(0), what="a report")
         a.report()
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(3):
-            for workers in (64, 1):
-                tell(a, workers=workers)
-                wait_until(lambda workers=workers: daemon.turn(0.01) or len(daemon._proxies._all) == workers)
+        before = num_open()
+        for workers in (64, 1, 64, 1, 64):
+            tell(a, workers=workers)
+        wait_until(lambda: daemon.turn(0.01) or num_open() >= before + 2 * 63, what="each has its sockets")
+        tell(a, workers=1)
         # ZMQ's own thread closes sockets later.
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 16, what="no sockets are left")
+        wait_until(lambda: daemon.turn(0.01) or num_open() <= before + 16, what="no sockets are left")
+    assert "is not reported to" not in caplog.text
 
 
 def test_only_the_first_worker_says_how_many_there_are(start_here, attach, proxies):
