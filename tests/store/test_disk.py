@@ -677,6 +677,7 @@ class DiskMachine(RuleBasedStateMachine):
     def agrees(self):
         if hasattr(self, "model"):
             assert self.bed.files == sorted(map(self.path, self.model))
+            assert [each.file.key for each in self.bed.tier._index._order.peek()] == list(map(key, self.order()))
             assert self.bed.disk_bytes <= self.bed.tier.used_bytes <= self.bed.limit_bytes
 
     def teardown(self):
