@@ -56,7 +56,7 @@ def test_what_was_computed_elsewhere_is_turned_behind_what_was_computed_before(
 
 
 def test_a_chunk_that_goes_while_it_is_turned_is_reported(bed: Bed) -> None:
-    first, second = bed.engine(**SETTINGS), bed.engine(**SETTINGS, lease_s=0.5)
+    first, second = bed.engine(**SETTINGS), bed.engine(**SETTINGS, lease_s=1.0)
     history = tokens(1, 10 * CHUNK + 3)
     saved(bed, first, history)
     keys = first.scheduler.track(Request("its keys", history)).keys.leading(10)

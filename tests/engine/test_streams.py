@@ -179,7 +179,7 @@ def test_a_load_waits_for_what_was_computed_before_it(bed: Bed) -> None:
 
 
 def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed) -> None:
-    engine = bed.engine(lease_s=0.5)
+    engine = bed.engine(lease_s=1.0)
     prompt = tokens(17, 2 * CHUNK)
     engine.finish(engine.save(prompt))
     bed.node.wait_sealed(2)
