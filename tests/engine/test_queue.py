@@ -88,7 +88,7 @@ def test_a_burst_takes_room_for_those_that_run_next(engine: ToyEngine, has_answe
     most = 0
     for _ in range(200):
         computed = walk(engine, queue, 5 * CHUNK)
-        waiting = [each for each in map(half.track, queue) if each.is_queued]
+        waiting = [each for each in half._requests.values() if each.is_queued]
         most = max(most, sum(each.node.asked is not None or bool(each.node.grants) for each in waiting))
         engine.step(*((request, request.num_tokens) for request in computed))
         for request in computed:

@@ -134,7 +134,7 @@ def test_a_burst_asks_and_takes_room_for_those_that_run_next(
     while set(prompts) & set(engine.requests):
         calls = 0
         engine.step()
-        waiting = [each for each in map(half.track, engine.requests.values()) if each.is_queued]
+        waiting = [each for each in half._requests.values() if each.is_queued]
         holding = [each for each in waiting if each.node.asked is not None or each.node.grants]
         most = max(most, len(holding))
         assert not answers or calls <= 3

@@ -509,6 +509,8 @@ async def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
         if how == "vanishes":
             beats[0] = asyncio.create_task(made.node.keep_reporting(stays))
         else:
+            heard = await made.metric("pdx_proxy_reports_total")
+            await made.metric_reaches(heard + 3, "pdx_proxy_reports_total")  # what this node said last has come, too
             made.pass_time(59.0)
             heard = await made.metric("pdx_proxy_reports_total")
             await made.metric_reaches(heard + 2, "pdx_proxy_reports_total")  # of the other node, since then

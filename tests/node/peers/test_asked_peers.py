@@ -106,7 +106,7 @@ def test_an_answer_says_why_a_peer_that_has_it_was_not_asked_for_it(cluster):
         wait_until(lambda: not cluster.peer("a", "b").landing, what="b has said that all was written, so it is known")
         a.ask(Delete(KEYS))
         worker.ask(Ping(chunk_s=0.002))
-        cluster.nodes["a"].daemon.service.peers.fetches.landed("b", G, 1, 0.0, 60.0)
+        cluster.nodes["a"].daemon.service.peers.fetches._rates["b"].moved(1, 0, int(60e9))
         assert look(a, KEYS[:5]) == 0
         reasons = a.ask(Why("r")).requests[0].reasons
     assert reasons[-1].text.startswith("not asked of node b: it would take")
