@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from fake_cuda import FakeCuda
-from stream_bed import Bed, LaggingStreams, WholePageLock
+from node_harness import MIB
+from stream_bed import Bed, LaggingStreams
 from toy_engine import BLOCK, CHUNK, Request, ToyEngine, prefill_of, tokens
 
 from pdx.cuda import memory
 from pdx.cuda.memory import num_mapped
+from pdx.cuda.page_lock import PageLock
 from pdx.engine import gpu_copier
 from pdx.errors import GpuError
 from pdx.testing.waiting import wait_until
@@ -90,13 +92,18 @@ def test_page_lock_refused_costs_only_the_cache(bed: Bed, fake: FakeCuda, caplog
         assert sum(record.levelname != "DEBUG" and once in record.message for record in caplog.records) == 1
 
 
-class SlowPageLock(WholePageLock):
+class SlowPageLock(PageLock):
     """Covers nothing until it is told to."""
 
     is_slow = True
 
     def covers(self, offset: int, nbytes: int) -> bool:
         return not self.is_slow and super().covers(offset, nbytes)
+
+
+def wait_page_locked(engine: ToyEngine) -> None:
+    """It is in the background, and until then nothing is copied."""
+    wait_until(lambda: engine.workers[0]._copier._mapped._page_lock.covers(0, MIB), what="page-locked")  # noqa: SLF001
 
 
 def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(killed_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +116,7 @@ def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(killed_bed: Bed, monk
     killed_bed.node.signal(signal.SIGSTOP)  # it frees nothing meanwhile
     engine.step((request, CHUNK // 2))
     monkeypatch.setattr(SlowPageLock, "is_slow", False)
+    wait_page_locked(engine)
     engine.step((request, CHUNK - CHUNK // 2))
     killed_bed.node.signal(signal.SIGCONT)
     engine.finish(request)
@@ -118,18 +126,19 @@ def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(killed_bed: Bed, monk
     assert killed_bed.node.status().chunks == {}
     engine.finish(engine.save(prompt))
     killed_bed.node.wait_sealed(1)
-    assert killed_bed.engine().load(prompt) == CHUNK
+    other = killed_bed.engine()
+    wait_page_locked(other)
+    assert other.load(prompt) == CHUNK
 
 
-def test_copies_that_fail_end_all_saving_and_loading(
-    bed: Bed, fake: FakeCuda, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
     """After such an error CUDA does nothing any more for this process. What was under way stays reserved and mapped
     until it ends: nobody knows what still writes there."""
     engine = bed.engine()
     engine.finish(engine.save(tokens(30, CHUNK)))
     bed.node.wait_sealed(1)
     told = len(bed.told(Fill)), len(bed.told(Abort))
+    window = engine.workers[0]._copier._mapped  # noqa: SLF001
     engine.streams.fault = "an illegal memory access was encountered"
     prompts = [tokens(seed, CHUNK) for seed in (31, 32, 33)]
     engine.finish(engine.save(prompts[0]))
@@ -144,8 +153,10 @@ def test_copies_that_fail_end_all_saving_and_loading(
     assert (len(bed.told(Fill)), len(bed.told(Abort))) == told
     assert sum("illegal memory access" in record.message for record in caplog.records) == 1
     wait_until(lambda: bed.node.status().chunks == {"sealed": 1}, what="with the worker, its slots are free")
-    assert fake.counts().get("registered"), "the copy's own hold has not ended"
-    fake.host.forget()
+    assert window.hold(), "the copy's own hold has not ended"
+    window.release()
+    window.release()
+    assert not window.hold()
 
 
 @pytest.mark.parametrize(
@@ -186,27 +197,29 @@ def test_kernels_or_memory_that_are_out_of_reach_cost_only_the_cache(
 
 
 @pytest.mark.parametrize("refused", ["a launch in a hook", "a launch at the end", "a copy"])
-def test_what_cuda_refuses_in_a_step_costs_the_step_alone(bed: Bed, refused: str) -> None:
+def test_what_cuda_refuses_in_a_step_costs_the_step_alone(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
     """It has no memory for it, say. Nothing of that step is sealed; the engine goes on, the next step is saved."""
     engine = bed.engine()
     engine.skip_hooks = refused == "a launch at the end"
     last = int(refused == "a launch in a hook")  # the second layer's
-    copy, launch, launches = engine.streams.copy, engine.streams.launch, iter(range(100))
+    launch, launches = LaggingStreams.launch, iter(range(100))
 
-    def refuse_launch(*args: Any, **settings: Any) -> None:
+    def refuse_launch(self: LaggingStreams, *args: Any, **settings: Any) -> None:
         if next(launches) == last:
             raise RuntimeError("Triton Error [CUDA]: out of memory")
-        launch(*args, **settings)
+        launch(self, *args, **settings)
 
     def refuse_copy(*args: Any) -> None:
         raise GpuError("cuMemcpyBatchAsync failed")
 
-    if refused == "a copy":
-        engine.streams.copy = refuse_copy
-    else:
-        engine.streams.launch = refuse_launch
-    lost = engine.save(tokens(41, CHUNK), PREFILL)
-    engine.streams.copy, engine.streams.launch = copy, launch
+    with monkeypatch.context() as patched:
+        if refused == "a copy":
+            patched.setattr(LaggingStreams, "copy", refuse_copy)
+        else:
+            patched.setattr(LaggingStreams, "launch", refuse_launch)
+        lost = engine.save(tokens(41, CHUNK), PREFILL)
     assert refused == "a copy" or next(launches) == 1 + last, "the first refusal is the last launch of the step"
     engine.finish(lost)
     wait_until(lambda: bed.node.degraded("launch_refused") == 1 == bed.node.degraded("save_skipped"), what="counted")
