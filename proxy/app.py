@@ -143,7 +143,6 @@ class Proxy:
         )
         self._relay = Relay(
             engines=self.engines,
-            health=health,
             timelines=self._timelines,
             locating=locating,
             legs=self._legs,

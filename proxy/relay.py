@@ -17,7 +17,7 @@ from pdx.proxy import answer, body, headers, request_log, router
 from pdx.proxy.control import Control
 from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.exchange import Drain, Exchange
-from pdx.proxy.health import ANSWERED, UNSENT, Health, Reason
+from pdx.proxy.health import ANSWERED, UNSENT, Reason
 from pdx.proxy.leg import Asked, Legs, failed
 from pdx.proxy.locating import Locating
 from pdx.proxy.metrics import Metrics, Outcome
@@ -56,7 +56,6 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
     """Serves exchanges. What it changes are the parts it is made of."""
 
     engines: Engines
-    health: Health
     timelines: Timelines
     locating: Locating
     legs: Legs
@@ -112,7 +111,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             if exchange.answered:
                 return exchange.outcome
             self._warn(f"failed {failure.url} {failure.reason}", f"transfer {exchange.transfer} failed: {failure}")
-            self.health.pardon([url for url, reason in exchange.blamed.items() if reason in ANSWERED])
+            self.engines.health.pardon([url for url, reason in exchange.blamed.items() if reason in ANSWERED])
             self._cancel(exchange, "decode_failed")
             return await self._report(exchange, failure)
         if exchange.outcome is not Outcome.OK:
@@ -129,8 +128,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         if not failure.unsent:
             await exchange.reply.fail(502, f"the decode engine failed ({failure.reason})")
             return Outcome.BROKEN
-        serving = router.serving(self.engines.all(), self.health, exchange.model)
-        after_s = self.health.next_probe_s([engine.url for engine in serving])
+        serving = router.serving(self.engines.all(), self.engines.health, exchange.model)
+        after_s = self.engines.health.next_probe_s([engine.url for engine in serving])
         text = f"no engine that could serve this request can be reached ({failure.reason}); come back later"
         await exchange.reply.fail(503, text, retry_after_s=after_s)
         return Outcome.UNAVAILABLE
@@ -153,7 +152,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             arriving = Arriving(exchange.hints.session, exchange.hints.salt)
             self.control.tell(arriving, {pair.prefiller.node, pair.decoder.node} - {""})
         self._note_unplaced(pair)
-        with self.health.plan(pair.decoder.url) as exchange.booking:
+        with self.engines.health.plan(pair.decoder.url) as exchange.booking:
             return await self._split(exchange, pair)
 
     async def _split(self, exchange: Exchange, pair: Pair) -> None:
@@ -172,8 +171,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             return self._arriving(exchange, found) if isinstance(found, answer.PrefillAnswer) else exchange.body
 
         async def counts() -> Mapping[str, int]:
-            give_up_at = self.health.clock() + USAGE_S
-            while not prefill.done() and self.health.clock() < give_up_at:
+            give_up_at = self.engines.health.clock() + USAGE_S
+            while not prefill.done() and self.engines.health.clock() < give_up_at:
                 await asyncio.wait([prefill], timeout=USAGE_S / 4)
             if not prefill.done():
                 text = f"transfer {exchange.transfer}: {pair.prefiller.name} answers later than the decode engine"
@@ -186,7 +185,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             return self._early(exchange, prefill.result(), engine)
 
         try:
-            with self.health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
+            with self.engines.health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
                 await asyncio.sleep(0)
             if not is_early:
                 await asyncio.wait([prefill])
@@ -422,8 +421,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         failure: LegFailed | None = None
         failures = 0
         writes = exchange.reply.writes
-        give_up_at = self.health.clock() + _FAILOVER_S
-        while failure is None or (failures < _MOST_FAILED and self.health.clock() < give_up_at):
+        give_up_at = self.engines.health.clock() + _FAILOVER_S
+        while failure is None or (failures < _MOST_FAILED and self.engines.health.clock() < give_up_at):
             engine = choose(tried)
             if engine is None:
                 break
@@ -444,12 +443,12 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                         exchange.blamed[engine.url] = Reason(error.reason)
                     failures += 1
                     # The first engine had all its time; that is not counted.
-                    give_up_at = self.health.clock() + _FAILOVER_S if failures == 1 else give_up_at
+                    give_up_at = self.engines.health.clock() + _FAILOVER_S if failures == 1 else give_up_at
         raise failure or NoEngine("no engine is known")
 
     def _note_status(self, exchange: Exchange, engine: Engine, status: int) -> None:
         if status == HTTPStatus.NOT_FOUND and exchange.whole is None:  # else it may be the route that it lacks
-            self.health.lacks(engine.url, exchange.model)
+            self.engines.health.lacks(engine.url, exchange.model)
 
     def _why_no_pair(self, candidates: Sequence[router.Candidate]) -> str:
         apart = router.pair(candidates, shares_kv=False)
@@ -478,11 +477,11 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         self.faults.warn(about, printable(text, 1000))
 
     def _candidates(self, exchange: Exchange) -> list[router.Candidate]:
-        able = router.serving(self.engines.all(), self.health, exchange.model)
+        able = router.serving(self.engines.all(), self.engines.health, exchange.model)
         if exchange.only:
             able = [each for each in self.engines.all() if each.url == exchange.only] or able
         cost = partial(self.locating.cost, prompt=exchange.prompt)
-        return router.candidates(able, self.health, cost, is_alone=exchange.mode is Mode.ALONE)
+        return router.candidates(able, self.engines.health, cost, is_alone=exchange.mode is Mode.ALONE)
 
     def _cancel(self, exchange: Exchange, reason: str) -> None:
         if exchange.told:

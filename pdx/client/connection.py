@@ -244,7 +244,8 @@ class Connection(Closing):
         """
         if not self.is_alive and not self._stop.is_set():  # the next one there knows nothing of this process
             raise NodeUnavailable(f"the node at {self.address} has died")
-        until, seq = time.monotonic() + timeout_s, self.ask(body)
+        until = time.monotonic() + timeout_s
+        seq = self.ask(body)
         while (answer := self.collect(seq, min(_LOOK_S, until - time.monotonic()))) is None:
             is_late = time.monotonic() >= until
             if is_late or not self.is_alive:

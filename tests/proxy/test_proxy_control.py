@@ -24,6 +24,15 @@ REPORT = messages.encode(
 )
 
 
+async def reported(made, *names):
+    """Nodes of these names, of which the proxy has heard."""
+    nodes = [made.node(name) for name in names]
+    for node in nodes:
+        await node.report()
+    await until(lambda: len(made.reports) == len(names))
+    return nodes
+
+
 async def test_nonsense_is_dropped_and_counted_and_logged_once_in_a_while(caplog):
     async with cluster() as made:
         cancel = messages.encode(Cancel(transfer=TRANSFER))
@@ -57,10 +66,7 @@ async def test_what_cannot_be_asked_is_counted_and_said_once(caplog):
 async def test_a_cancel_goes_to_the_nodes_of_its_transfer_and_survives_one_that_left(tmp_path):
     """Each one costs a node time, and whoever can send requests can end them."""
     with control_stage(f"ipc://{tmp_path}/c/p.sock") as made:
-        nodes = [made.node(name) for name in ("one", "two", "three")]
-        for node in nodes:
-            await node.report()
-        await until(lambda: len(made.reports) == 3)
+        nodes = await reported(made, "one", "two", "three")
         made.control.tell(Cancel("a" * 32), {"one", "two"})
         made.control.tell(Cancel("b" * 32), {"three", "left long ago"})
         made.control.tell(Cancel("c" * 32), {"two", ""})
@@ -76,10 +82,7 @@ async def test_a_cancel_goes_to_the_nodes_of_its_transfer_and_survives_one_that_
 async def test_what_a_node_does_not_read_is_lost_to_it_and_counted(tmp_path):
     """It holds nobody up, and nothing piles up for it."""
     with control_stage(f"ipc://{tmp_path}/c/p.sock") as made:
-        nodes = deaf, other = [made.node(name) for name in ("deaf", "other")]
-        for node in nodes:
-            await node.report()
-        await until(lambda: len(made.reports) == 2)
+        deaf, other = await reported(made, "deaf", "other")
         most, sent = 100_000, 0
         while not made.drops and sent < most:
             made.control.tell(Cancel(f"{sent:032d}"), {"deaf"})
@@ -93,10 +96,7 @@ async def test_what_a_node_does_not_read_is_lost_to_it_and_counted(tmp_path):
 async def test_only_the_node_that_is_followed_hears_of_it_whatever_its_name(tmp_path):
     """Else a node without a name has all others begin anew, again and again."""
     with control_stage(f"ipc://{tmp_path}/c/p.sock") as made:
-        nodes = nameless, named = [made.node(name) for name in ("", "node")]
-        for node in nodes:
-            await node.report()
-        await until(lambda: len(made.reports) == 2)
+        nameless, named = await reported(made, "", "node")
         for name, stream in (("", 1), ("node", 2), ("nobody", 3)):
             made.control.follow(name, Follow(stream))
         assert (await nameless.heard(Follow)).stream == 1
