@@ -60,6 +60,8 @@ class Content(BlockHashing):
             log.warning("nothing is saved or found for this model: vLLM does not let it reuse prefixes")
         lora = getattr(vllm_config, "lora_config", None)
         self._lora_dtype = str(getattr(lora, "lora_dtype", ""))
+        modules = getattr(lora, "target_modules", None)
+        self._lora_modules = modules if modules is None else sorted(modules)  # the only ones; None: all
         self._has_towers = bool(getattr(lora, "enable_tower_connector_lora", False))
         # An encoder elsewhere is told of media by vLLM's names, and this process has no more than their sizes.
         self._media = _Media(is_whole=getattr(vllm_config, "ec_transfer_config", None) is None)
@@ -164,7 +166,8 @@ class Content(BlockHashing):
         return is_other
 
     def _adapter(self, lora: Any, files: str) -> str:
-        told = f"{files}:{self._lora_dtype}:{bool(getattr(lora, 'is_3d_lora_weight', False))}"
+        is_3d = bool(getattr(lora, "is_3d_lora_weight", False))
+        told = f"{files}:{self._lora_dtype}:{is_3d}:{self._lora_modules}"
         return hashlib.sha256(told.encode()).hexdigest()
 
     def _claim(self, lora: Any) -> Claim | None:

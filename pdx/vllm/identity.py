@@ -50,6 +50,12 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")  # of a layer, in its name
 _COMMON = ("model", "chunk_tokens", "order", "backend", "num_shards", "hashing", "release")  # to all of an engine
 _HASHES = ("sha256", "sha256_cbor")
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_SCALES = "attn_temperature_tuning"  # of queries: in Llama 4's configuration, where vLLM does not look
+# Settings of a server that change what a model computes, or what it sees of media; not every release has them.
+_SETTINGS = (
+    *("quantization_config", "model_class_overrides"),
+    *("mm_encoder_attn_dtype", "video_pruning_rate", "video_pruning_method"),
+)
 # Of vLLM's --load-format, those that read the files of the model's folder or repository.
 _READ_FROM_FILES = (
     *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "gguf"),
@@ -350,14 +356,21 @@ def attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
 def model_identity(model: Any, load_format: Any) -> str:
     """A name for the weights: for a folder, the digest of its files (`weights_digest`); for a hub name, its commit.
 
-    Where the weights lie does not matter, so the same model on two hosts has one identity; how it is quantised and what
-    its configuration says does. Where nobody knows the content of the weights, a part is drawn at random.
+    Where the weights lie does not matter, so the same model on two hosts has one identity. How it is quantised, what
+    its configuration says, and settings of the server that change what it computes do matter. Where nobody knows the
+    content of the weights, a part is drawn at random.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"pdx-model-1")
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _INCIDENTAL}
     parts = [json.dumps(config, sort_keys=True, default=str), str(model.dtype), str(model.quantization)]
-    if "longrope" in parts[0]:  # vLLM turns keys by other factors where this exceeds what the model was trained on
+    # Where this exceeds a limit, vLLM turns keys by other factors, or scales queries if nobody says otherwise.
+    if "longrope" in parts[0] or _SCALES in parts[0]:
         parts.append(f"max_model_len {model.max_model_len}")
+    if _SCALES in parts[0]:
+        said = {**model.try_get_generation_config(), **model.override_generation_config}
+        parts.append(f"{_SCALES} {said.get(_SCALES)}")
+    for place in (model, getattr(model, "multimodal_config", None)):
+        parts += [f"{name} {told!r}" for name in _SETTINGS if (told := getattr(place, name, None))]
     parts.append(_weights(model, str(load_format)))
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part.encode())

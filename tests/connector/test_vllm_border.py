@@ -103,6 +103,31 @@ def test_identity_is_that_of_what_makes_the_cache_and_not_of_the_place(folder: P
     assert len({own, *(model_identity(other, "auto") for other in others)}) == 1 + len(others)
 
 
+def test_an_engines_own_settings_that_change_what_a_model_computes_are_part_of_its_identity(folder: Path) -> None:
+    """vLLM has one name for all that is quantized when it is loaded. Llama 4 scales queries if its way of generating
+    says so, or by `--max-model-len`. Of a video only those tokens are seen that a method has left."""
+    scales = SimpleNamespace(to_dict=lambda: {"text_config": {"attn_temperature_tuning": True}})
+    media = [{}, {"video_pruning_rate": 0.5, "video_pruning_method": "evs"}, {"mm_encoder_attn_dtype": "fp8"}]
+    media.append({**media[1], "video_pruning_method": "vidcom2"})
+
+    def llama4(length: int = 4096, override: Any = None, own: Any = None) -> Any:
+        said = {"override_generation_config": override or {}, "try_get_generation_config": lambda: own or {}}
+        return model_of(folder, hf_config=scales, max_model_len=length, **said)
+
+    yes, no = ({"attn_temperature_tuning": each} for each in (True, False))
+    engines = [
+        *(model_of(folder, quantization_config=each) for each in ({"linear": "mxfp8"}, {"ignore": ["a"]})),
+        model_of(folder, model_class_overrides={"LlamaForCausalLM": "ours:Llama"}),
+        *(model_of(folder, multimodal_config=SimpleNamespace(**each)) for each in media),
+        *(llama4(), llama4(65536), llama4(override=yes), llama4(override=no)),
+    ]
+    found = [model_identity(each, "auto") for each in engines]
+    assert len(set(found)) == len(found)
+    assert model_identity(llama4(own=yes), "auto") == model_identity(llama4(override=yes, own=no), "auto") in found
+    for setting in ({"quantization_config": None}, {"model_class_overrides": {}}, {"multimodal_config": None}):
+        assert model_identity(model_of(folder, **setting), "auto") == model_identity(model_of(folder), "auto")
+
+
 def hub_model(revision: str | None, commit: str | None) -> Any:
     """As vLLM has it of a repository whose configuration was read at this commit."""
     config = SimpleNamespace(to_dict=dict, _commit_hash=commit)

@@ -502,10 +502,16 @@ def test_what_is_known_of_adapters_is_bounded_and_the_one_that_was_used_last_is_
 
 
 def test_configuration_data_type_and_format_of_an_adapter_are_part_of_it(tmp_path: Path) -> None:
+    """And to which modules an engine applies it."""
     paths = [make_adapter(tmp_path / name, "w", config) for name, config in (("a", "{}"), ("b", '{"alpha": 2}'))]
-    wide = engine(lora_config=SimpleNamespace(lora_dtype="float32"))
-    found = [lora_keys(engine(), sql(path))[0] for path in paths] + [lora_keys(wide, sql(paths[0]))[0]]
-    assert len(set(found)) == 3
+    settings = [{"lora_dtype": "float32"}, *({"target_modules": each} for each in (["o_proj"], ["o_proj", "qkv_proj"]))]
+    found = [lora_keys(engine(), sql(path))[0] for path in paths]
+    for setting in settings:
+        lora = SimpleNamespace(**{"lora_dtype": "bfloat16", "target_modules": None, **setting})
+        found.append(lora_keys(engine(lora_config=lora), sql(paths[0]))[0])
+    assert len(set(found)) == 5
+    turned = SimpleNamespace(lora_dtype="bfloat16", target_modules=["qkv_proj", "o_proj"])
+    assert lora_keys(engine(lora_config=turned), sql(paths[0]))[0] == found[-1]
 
 
 @pytest.mark.parametrize("path", ["/no/such/adapter", "no/adapter", "not a name of anything"])
