@@ -287,6 +287,32 @@ def test_a_store_that_is_full_takes_nothing_and_gives_what_it_has(beds, tmp_path
     assert bed.store(stored) is None
 
 
+def _lacks_replicas(server):
+    server.cli("CONFIG", "SET", "min-replicas-to-write", "1")
+
+
+def _cannot_save(server):
+    server.cli("CONFIG", "SET", "save", "3600 1")
+    (server.folder / "data").rmdir()
+    server.cli("BGSAVE")
+    wait_until(lambda: b"rdb_last_bgsave_status:err" in server.cli("INFO", "persistence"), what="the save has failed")
+
+
+@pytest.mark.parametrize("refuse_writes", [_lacks_replicas, _cannot_save])
+def test_a_server_that_refuses_writes_alone_is_read(beds, tmp_path, serve, refuse_writes):
+    """Also by a node that starts meanwhile."""
+    server = made("redis", tmp_path / "redis", "--dir", str(tmp_path / "redis" / "data"))
+    (server.folder / "data").mkdir()
+    bed = beds(serve(server).url).opened()
+    assert bed.store(1) is None
+    refuse_writes(server)
+    assert bed.store(2).kind == "read_only"
+    assert not bed.tier.takes_stores
+    for each in (bed, beds(server.url).opened()):
+        assert each.sought([1]) == 1
+        assert each.load(1) is None
+
+
 def test_who_is_no_store_at_all(beds, caplog):
     """Somebody who accepts and says nothing sensible."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

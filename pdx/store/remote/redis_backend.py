@@ -20,6 +20,7 @@ from pdx.store.remote.backend import REDIS_SCHEMES, Backend, Credentials, Found,
 
 PORT = 6379
 SUPPORTED = "redis[hiredis]>=5.2,<9"  # as in pyproject.toml; `_Bounded` overrides what is not documented
+_NO_WRITES = ("MISCONF ", "NOREPLICAS ")  # it cannot save to its disk, or has too few replicas
 _this = threading.local()  # `ends_at` of the call that a thread has under way, by CLOCK_MONOTONIC
 
 
@@ -171,7 +172,11 @@ class RedisBackend(Backend):
 
     def connect(self, count: int) -> None:
         with self._call(self._timeout_s) as client:  # nobody waits for it
-            client.ping()
+            try:
+                client.ping()
+            except redis.ResponseError as error:
+                if _kind(error) != "read_only":  # so refused where writes are, by some servers: what is there is read
+                    raise
             servers = [client]
             if isinstance(client, RedisCluster):
                 found = client.get_primaries()  # type: ignore[no-untyped-call]
@@ -272,6 +277,8 @@ def _kind(error: Exception) -> str:
     for kind, name in by_class.items():
         if isinstance(error, kind):
             return name
+    if str(error).startswith(_NO_WRITES):
+        return "read_only"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return "untrusted"
     of_connections = OSError | redis.exceptions.ConnectionError | redis.exceptions.RedisClusterException
