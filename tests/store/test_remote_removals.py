@@ -3,7 +3,7 @@
 import pytest
 from remote_bed import key
 
-from pdx.store.health import PAUSE_S
+from pdx.store.health import MAX_ERRORS, PAUSE_S
 from pdx.store.remote.catalog import NOT_THERE_S
 
 
@@ -97,6 +97,19 @@ def test_what_cannot_be_removed_is_tried_again(bed, memory, gate, caplog):
     remove.open()
     bed.tier.tick()
     assert gone(bed, memory)
+
+
+def test_a_store_from_which_nothing_may_be_removed_is_used_on(bed, memory):
+    assert [bed.store(number) for number in (1, 2)] == [None, None]
+    memory.fails = "denied"
+    bed.tier.evict([key(1)])
+    for count in range(1, MAX_ERRORS + 1):
+        bed.until(lambda count=count: bed.counters["remote_denied"] == count)
+        bed.now += PAUSE_S
+        bed.tier.tick()
+    memory.fails = ""
+    assert bed.sought([2]) == 1
+    assert not bed.counters["remote_paused"]
 
 
 def test_what_is_not_removed_by_the_end_is_said(bed, memory, caplog):

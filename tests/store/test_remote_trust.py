@@ -1,5 +1,6 @@
 """Who may use a remote store, whose word is taken for it, and what is said of an address or a file that is none."""
 
+import contextlib
 import os
 import ssl
 from datetime import datetime, timedelta
@@ -7,7 +8,7 @@ from datetime import datetime, timedelta
 import pytest
 from remote_bed import S3Handler, certificate, credentials, key, made, opened, s3_answers, signed
 
-from pdx.errors import ConfigError
+from pdx.errors import ConfigError, TierError
 from pdx.store.health import MAX_ERRORS as MAX_FAILURES
 
 
@@ -80,6 +81,11 @@ class ObjectStore(S3Handler):
         self.rfile.read(int(self.headers["content-length"]))
         self._say(*self.answer)
 
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        refused = "<Error><Key>one</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
+        self.say(200, f"<DeleteResult>{refused}</DeleteResult>")
+
     def _say(self, status, code):
         listed = (
             "<Name>bucket</Name><Prefix/><KeyCount>0</KeyCount><MaxKeys>1</MaxKeys><IsTruncated>false</IsTruncated>"
@@ -120,6 +126,14 @@ def test_an_object_store_that_takes_nothing_is_read_on(beds, tmp_path, caplog, o
     assert bed.sought([2]) == 0
     assert bed.tier.status().state == "ok"
     assert object_store.tokens == {"one"}
+
+
+def test_an_object_store_that_lets_nothing_be_removed_says_so(object_store, tmp_path):
+    file = credentials(tmp_path, access_key_id="x", secret_access_key="x")
+    with contextlib.closing(opened("s3://bucket", credentials=file)) as store:
+        with pytest.raises(TierError) as raised:
+            store.remove(["one", "two"])
+        assert raised.value.kind == "denied"
 
 
 @pytest.mark.parametrize(("ahead_s", "is_found"), [(-3000.0, True), (0.0, True), (3000.0, True), (3700.0, False)])

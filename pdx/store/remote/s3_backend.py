@@ -24,10 +24,10 @@ from pdx.store.remote.backend import Backend, Credentials, Found, RemoteSettings
 
 SOON = 0.05  # of a call's time may be over when its request is sent a second time, after as long a wait
 _FULL = ("EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull")  # codes of S3, besides 507
-_KINDS = (  # of calls that nobody has answered, by words of the client
+_KINDS = (  # of calls without a status, by words of the client
     (r"certificate|UnknownIssuer", "untrusted"),
     (r"timed out|TimedOut|operation timeout|deadline", "timeout"),
-    (r"credential", "denied"),
+    (r"credential|AccessDenied", "denied"),  # the latter in an answer about some of several names
     (r"connect|dns|tcp|connection|sending request", "unreachable"),
 )
 

@@ -264,7 +264,8 @@ class RemoteTier(StoreTier):
 
     def _removed(self, work: Work) -> None:
         error = work.error
-        self._went(error)
+        if error is None or error.kind not in OF_STORES:
+            self._went(error)
         self._catalog.removed(is_done=error is None)
         if error is None:
             self._remove_some()
