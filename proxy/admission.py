@@ -1,10 +1,10 @@
-"""Which requests are let in: those with an API key, where there are keys, and so many at a time.
+"""Admission control: checks API keys, if any are configured, and limits concurrent requests.
 
-Keys are in a file, one in a line, with the name of whoever has it and what that one may ask (`pdx.proxy.config`):
+The key file has one key per line, with the client's name and limits (`pdx.proxy.config`):
 
     alice   Zm9vYmFyYmF6…   max-concurrent=8  per-minute=600
 
-Several lines with one name are one client's: the old key and the new one, while it goes over to that.
+Several lines with the same name belong to one client, so that it can switch from an old key to a new one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdx.security.reread import Reread
 from pdx.security.secret_file import check_private, read
 from pdx.telemetry.env import Env
 
-OPEN = frozenset({"/health", "/healthz", "/readyz", "/ping", "/load"})  # what balancers ask; all else needs a key
+OPEN = frozenset({"/health", "/healthz", "/readyz", "/ping", "/load"})  # for balancers; any other path needs a key
 _MAX_FILE_BYTES = 1 << 20
 _ENTRY = re.compile(
     r"([\w.-]{1,64})\s+([\w.~+/=-]{32,1024})((?:\s+(?:max-concurrent|per-minute)=[1-9]\d{0,5})*)", re.ASCII
@@ -44,7 +44,7 @@ _KEY = request_key("key")
 
 
 class Key(msgspec.Struct, frozen=True):
-    """Whose it is, and what that one may ask; 0: any number."""
+    """A client's name and limits; 0: unlimited."""
 
     name: str
     max_concurrent: int = 0
@@ -52,15 +52,15 @@ class Key(msgspec.Struct, frozen=True):
 
 
 def _digest(key: str) -> bytes:
-    """By which a key is kept and found. Nobody outside can make a guess that shares a part of another's digest, so how
-    long it takes to find one says nothing."""
+    """The digest under which a key is stored and looked up. A guess cannot share a prefix with another key's digest on
+    purpose, so lookup time reveals nothing."""
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), key=_OWN, digest_size=32).digest()
 
 
 def load_keys(path: str) -> Mapping[bytes, Key]:
-    """The keys in a file, by their digests. No error quotes one.
+    """The keys in a file, by digest. No error message quotes a key.
 
-    :raises ConfigError: it cannot be read, others may read it, it has no key, or a line is wrong.
+    :raises ConfigError: the file is unreadable, readable by others, without keys, or has an invalid line.
     """
     where = f"API keys {path}"
     make = f'(umask 077; echo "NAME $(openssl rand -hex 32)" >> {path})'
@@ -91,18 +91,18 @@ def load_keys(path: str) -> Mapping[bytes, Key]:
 
 
 class _Uses:
-    """What is asked with each key, of all workers: rows of numbers in memory that they share, and in which each writes
-    its own. A row is found by its mark, which comes of a name; it has until when the name's requests are paid for, and
-    how many each worker is serving."""
+    """Per-client usage across all workers: rows of numbers in shared memory, where each worker writes only its own
+    cells. A row is found by a mark derived from the client's name. It holds the time until which the client's rate
+    limit is used up, and how many requests each worker is serving."""
 
     def __init__(self, seat: Seat) -> None:
         self._cells, self._width, self._own = seat.uses, 2 + len(seat.loads), 2 + seat.number
 
     def begin(self, key: Key) -> int:
-        """Count a request; what `end` needs. :raises RequestRefused: it is one too many."""
+        """Count a request and return what `end` needs. :raises RequestRefused: the client is over a limit."""
         row = self._row(key.name)
         own = row + self._own
-        self._cells[own] += 1  # before it looks at the others: together they never let in one too many
+        self._cells[own] += 1  # before reading the others': two at once may refuse too many, not admit too many
         try:
             self._check(key, row)
         except RequestRefused:
@@ -118,7 +118,7 @@ class _Uses:
         if key.max_concurrent and busy > key.max_concurrent:
             raise _too_many(f"{key.name} has {key.max_concurrent} requests under way, as many as it may", 1)
         if key.per_minute:
-            now = time.monotonic_ns()  # all processes of a host have the same
+            now = time.monotonic_ns()  # the same clock for all processes of a host
             paid = max(self._cells[row + 1], now) + _MINUTE_NS // key.per_minute
             if (early := paid - now - _MINUTE_NS) > 0:
                 text = f"{key.name} has asked {key.per_minute} requests within a minute, as many as it may"
@@ -133,12 +133,12 @@ class _Uses:
             if self._cells[row] in (0, mark):
                 self._cells[row] = mark
                 return row
-        # Names that the file has no more keep their rows: a proxy's life has room for many, and ends before this.
+        # Names removed from the file keep their rows: there is room for all names of a proxy's lifetime.
         raise _too_many("more names had API keys since the proxy began than it can count; it has to be restarted", 60)
 
 
 class Admission:
-    """Of one worker; on its event loop."""
+    """Admission control of one worker; runs on its event loop."""
 
     def __init__(self, config: ProxyConfig, env: Env, seat: Seat) -> None:
         """:raises ConfigError: see `load_keys`."""
@@ -157,7 +157,8 @@ class Admission:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """As vLLM reads the header: `Bearer` in any case, one blank, the key. It leaves more routes open."""
+        """Parse the header as vLLM does: `Bearer` in any case, one space, the key. vLLM leaves more routes open than
+        this."""
         if self.keys is None or request.path in OPEN:
             return await handler(request)
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -173,7 +174,8 @@ class Admission:
 
     @asynccontextmanager
     async def counted(self, request: web.Request) -> AsyncIterator[None]:
-        """Inside, a request counts as one of its client's. :raises RequestRefused: that one has too many."""
+        """Count the request as one of its client's while this context is open. :raises RequestRefused: the client has
+        too many."""
         key: Key | None = request.get(_KEY)
         if key is None:
             yield
@@ -186,10 +188,10 @@ class Admission:
 
     @asynccontextmanager
     async def turn(self, request: web.Request) -> AsyncIterator[None]:
-        """Inside, a request is one of those that are served; before, it may wait for that. Its body is there by then:
-        who is slow to send one keeps nobody waiting.
+        """Wait for a free place, then hold it while this context is open. The body must have arrived before: a client
+        that sends its body slowly must not hold up others.
 
-        :raises RequestRefused: all together have too many.
+        :raises RequestRefused: the proxy has too many requests.
         """
         if not self._most:
             yield

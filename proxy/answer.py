@@ -1,4 +1,6 @@
-"""The legs' answers, and what the client is sent of them: the decode leg's as it is, or behind the first token."""
+"""Builds the client's answer from the legs' answers: the decode leg's unchanged, or the first token followed by the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
-    """What an engine answers to a request for one token; of a response or a message, its usage alone."""
+    """An engine's answer to a request for one token; for a response or a message only its usage."""
 
     id: str
     created: int
@@ -50,7 +52,7 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
 _DATA, _CHOICES = b"data: ", b',"choices":['
 _HEAD = frozenset(("id", "object", "created", "model"))
-_SPECIAL = re.compile(rb'"(?:usage|metrics)"|\r|\n.')  # fields to be changed; an event of several lines
+_SPECIAL = re.compile(rb'"(?:usage|metrics)"|\r|\n.')  # fields to rewrite, and events of several lines
 
 _decoder = msgspec.json.Decoder(PrefillAnswer)
 _parts = msgspec.json.Decoder(dict[str, Raw])
@@ -58,7 +60,7 @@ _choices = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
 def decode_prefill(raw: bytes, route: Route = Route.COMPLETIONS, prompts: int = 1) -> PrefillAnswer:
-    """:raises ProtocolError: not one choice for each prompt, with its usage."""
+    """:raises ProtocolError: the answer does not have one choice per prompt and a usage."""
     if route in (Route.RESPONSES, Route.MESSAGES):
         return PrefillAnswer(id="", created=0, model="", usage=usage_of(route, raw), choices=[])
     try:
@@ -73,10 +75,10 @@ def decode_prefill(raw: bytes, route: Route = Route.COMPLETIONS, prompts: int = 
 
 
 def is_forwardable(answer: PrefillAnswer) -> bool:
-    """Whether its token can be shown to the client on its own; else the decode engine must sample it.
+    """Whether this token can be sent to the client on its own; otherwise the decode engine has to sample it.
 
-    An empty text or one that ends in U+FFFD is the beginning of a character whose other bytes are in the next
-    tokens; the decode engine's detokenizer would not join them to a byte it takes for prompt.
+    If the text is empty or ends in U+FFFD, it is the beginning of a character whose other bytes come with the next
+    tokens. The decode engine's detokenizer would not join them to a byte that it takes for part of the prompt.
     """
     choice = answer.choice
     return (
@@ -104,14 +106,14 @@ def _chunk(prefill: PrefillAnswer) -> dict[str, Any]:
 
 
 def _known(details: dict[str, Any] | None) -> dict[str, Any] | None:
-    """In streams, unlike whole answers, vLLM leaves out what is null."""
+    """In streams, unlike in whole answers, vLLM omits null fields."""
     return details and {name: value for name, value in details.items() if value is not None}
 
 
 def _correct_usage(
     usage: dict[str, Any], prefill: PrefillAnswer, *, added: int, details: dict[str, Any] | None
 ) -> None:
-    """Count so many tokens more as generated; what was cached is what the prefill engine had cached."""
+    """Add `added` generated tokens to the usage, and replace the cached tokens by the prefill engine's count."""
     usage["prompt_tokens"] = prefill.usage.prompt_tokens
     usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + added
     usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
@@ -122,7 +124,7 @@ def _correct_usage(
 
 
 def _encode(value: dict[str, Any]) -> bytes:
-    # As vLLM writes it; lone surrogates, which UTF-8 cannot carry, stay escapes.
+    # Formatted as vLLM does; lone surrogates, which UTF-8 cannot encode, stay escaped.
     try:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -130,21 +132,20 @@ def _encode(value: dict[str, Any]) -> bytes:
 
 
 class AsItIs:
-    """The engine's answer is the client's, byte for byte, but for how much of the prompt was cached, and put into the
-    cache: to a decode engine all that arrives is cached, and it computes nothing.
-    """
+    """Passes the engine's answer on byte for byte, except for the counts of cached tokens: a decode engine regards all
+    that arrives as cached and computes nothing."""
 
     def __init__(
         self,
         route: Route,
         counts: Callable[[], Awaitable[Mapping[str, int]]] | None = None,
     ) -> None:
-        """`counts` waits for what the prefill engine says of that."""
+        """`counts` awaits the prefill engine's counts."""
         self._route = route
         self._counts = counts
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
-        """Relay it. :raises LegFailed: the engine went away before the end."""
+        """Relay the answer. :raises LegFailed: the engine disconnected before the end."""
         if answer.is_stream:
             await _relay_stream(exchange, answer, self)
             return
@@ -160,16 +161,16 @@ class AsItIs:
         exchange.reply.whole(answer.status, await self.whole(raw), content_type=answer.content_type)
 
     async def first(self, exchange: Exchange, answer: Answer) -> bytes:
-        """The first bytes of a stream."""
+        """The first bytes to send of a stream."""
         return await answer.read_some()
 
     def at_once(self, events: list[bytes]) -> bytes | None:
-        """What the client is sent of them; None: one of them waits for the prefill engine."""
+        """What the client gets for these events; None if one of them has to wait for the prefill engine's counts."""
         raw = b"".join(events)
         return raw if self._counts is None or not counts_cached(self._route, raw) else None
 
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
-        """Likewise, where one waits: it keeps none before it waiting."""
+        """Same as `at_once`, when an event has to wait: the events before it are sent without delay."""
         first = next((at for at, event in enumerate(events) if counts_cached(self._route, event)), 0)
         for part in (events[:first], events[first:]):
             if part:
@@ -180,17 +181,17 @@ class AsItIs:
         return event if data is None else sse.with_data(event, await self.whole(data))
 
     async def whole(self, raw: bytes) -> bytes:
-        """The client's answer in one piece."""
+        """The client's answer as a single body."""
         if self._counts is None or not counts_cached(self._route, raw):
             return raw
         return with_cached(self._route, raw, await self._counts())
 
 
 class Bytes:
-    """The engine's answer is the client's, of whatever kind it is, as it comes."""
+    """Passes on the engine's answer, of any content type, as it arrives."""
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
-        """Relay it. :raises LegFailed: the engine went away before the end."""
+        """Relay the answer. :raises LegFailed: the engine disconnected before the end."""
         piece = await answer.read_some()
         if answer.status >= 400:
             exchange.outcome = Outcome.CLIENT_ERROR
@@ -204,14 +205,14 @@ class Bytes:
 
 
 class Sent(NamedTuple):
-    """What the client has of the prefill engine."""
+    """What the client has already been sent of the prefill engine's answer."""
 
     answer: PrefillAnswer
-    before: Engine  # which had begun to answer, and not sampled a token yet
+    before: Engine  # an engine whose answer had begun, but that had sampled no token yet
 
     @property
     def ids(self) -> tuple[Raw, int]:
-        """Of the prompt, and of the token."""
+        """Ids of the prompt and of the token."""
         choice = self.answer.choice
         assert choice.token_ids is not None
         return choice.prompt_token_ids, choice.token_ids[0]
@@ -222,7 +223,7 @@ class Sent(NamedTuple):
 
 
 class FirstTokenDiffers(Exception):
-    """The decode engine's answer begins with another token than the one that the client has."""
+    """The decode engine's answer begins with another token than the client was sent."""
 
     def __init__(self, sent: Sent) -> None:
         super().__init__(sent)
@@ -230,13 +231,13 @@ class FirstTokenDiffers(Exception):
 
 
 class Forwarded(AsItIs):
-    """The prefill engine's token, if it comes first, and behind it the decode engine's answer, which begins with the
-    same token: there it is left out. To the client the two are one stream, of one id.
+    """Sends the prefill engine's token if it arrives first, then the decode engine's answer without that token, with
+    which it begins. The client sees one stream with one id.
 
-    Texts are compared: then the client has the decode engine's answer, by whichever tokens it comes about.
+    Texts are compared, not token ids: equal text is the same answer to the client, whichever tokens produce it.
 
-    Nearly all events of a stream begin with the same bytes, up to their choices. Those are replaced, and the event is
-    not read any further.
+    Nearly all events of a stream begin with the same bytes, up to their choices. Those bytes are replaced without
+    parsing the rest of the event.
     """
 
     def __init__(
@@ -246,22 +247,24 @@ class Forwarded(AsItIs):
         prefill: asyncio.Future[Any],
         early: Callable[[Engine], PrefillAnswer | None],
     ) -> None:
-        """`early`: what `prefill` has brought, if its token may be sent before one of this decode engine."""
+        """`early`: the answer of `prefill`, if its token may be sent before this decode engine samples one."""
         super().__init__(route, counts)
         self.sent: Sent | None = None
-        self.continues = False  # to the decode engine, that token is a part of its prompt
+        self.continues = False  # whether that token is part of the decode engine's prompt
         self._prefill = prefill
         self._early = early
-        self._owed = ""  # of that token's text, what the decode engine has yet to say
+        self._owed = ""  # the part of that token's text that the decode engine has yet to repeat
         self._head = b""
-        self._their_head = b""  # as far as it is known: "data: ", and JSON without its end
+        self._their_head = b""  # the prefix seen so far: "data: " and JSON without its end
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
-        """Relay it. :raises LegFailed: the engine refused, or went away before the end.
-        :raises FirstTokenDiffers: nothing of it was sent.
+        """Relay the answer.
+
+        :raises LegFailed: the engine refused, or disconnected before the end.
+        :raises FirstTokenDiffers: nothing of the answer was sent.
         """
         if self.sent is not None and not answer.is_stream:
-            # A refusal may be about what this proxy made of the request: the client is not to be told that.
+            # The refusal may be about the proxy's rewritten request, which the client must not be told.
             refused = Reason.STATUS_4XX if answer.status >= 400 else Reason.MALFORMED
             raise failed(refused, answer.engine, f"{answer.status}, {answer.content_type!r}")
         self._owed = self.sent.text if self.sent is not None and not self.continues else ""
@@ -271,7 +274,7 @@ class Forwarded(AsItIs):
         if self.sent is not None:
             return await answer.read_some()
         reading = asyncio.ensure_future(answer.read_some())
-        reading.add_done_callback(lambda each: each.cancelled() or each.exception())  # if nobody waits for it any more
+        reading.add_done_callback(lambda each: each.cancelled() or each.exception())  # if nobody awaits it any more
         try:
             await asyncio.wait([reading, self._prefill], return_when=asyncio.FIRST_COMPLETED)
             if not reading.done() and (found := self._early(answer.engine)) is not None:
@@ -286,7 +289,7 @@ class Forwarded(AsItIs):
         return super().at_once(events) if self.sent is None else b"".join(map(self.event, events))
 
     def event(self, event: bytes) -> bytes:
-        """As the client is sent it; b"": it has it already. :raises FirstTokenDiffers: see there."""
+        """The event as the client gets it; b"" if the client has it already. :raises FirstTokenDiffers: see there."""
         is_known = self._their_head and event.startswith(self._their_head)
         if is_known and not self._owed and not _SPECIAL.search(event):
             return b"data: " + self._head + event[len(self._their_head) :]
@@ -298,7 +301,7 @@ class Forwarded(AsItIs):
         except ValueError:
             return event
         if not isinstance(chunk, dict) or "choices" not in chunk:
-            return event  # an error, in its own shape
+            return event  # an error, in its own format
         self._learn(event)
         assert self.sent is not None
         prefill, choices = self.sent.answer, chunk["choices"]
@@ -306,14 +309,14 @@ class Forwarded(AsItIs):
             return b""
         chunk.update(_chunk(prefill) | {"choices": choices})
         if self.continues:
-            chunk.pop("metrics", None)  # of the decode leg alone
+            chunk.pop("metrics", None)  # describes the decode leg alone
         if isinstance(chunk.get("usage"), dict):
             details = None if choices else _known(prefill.usage.prompt_tokens_details)
             _correct_usage(chunk["usage"], prefill, added=self.continues, details=details)
         return sse.event(_encode(chunk))
 
     def _tells_more(self, choice: dict[str, Any], sent: Sent) -> bool:
-        """Take what the client has out of a choice; whether that leaves something."""
+        """Remove from a choice what the client already has; returns whether anything is left."""
         text, owed, ends = choice.get("text") or "", self._owed, choice.get("finish_reason") is not None
         if text.startswith(owed):
             choice["text"], self._owed = text[len(owed) :], ""
@@ -365,7 +368,7 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
 
 
 def _check_first(answer: Answer, event: bytes) -> None:
-    """:raises LegFailed: it says that the engine failed; nothing was sent, and another one may serve."""
+    """:raises LegFailed: the event reports a failure; nothing was sent yet, so another engine may serve."""
     found = sse.data(event)
     if found is None or not found.startswith(b'{"error"'):
         return
@@ -379,7 +382,7 @@ def _check_first(answer: Answer, event: bytes) -> None:
 
 
 async def _pass_on(exchange: Exchange, events: list[bytes], shape: AsItIs) -> None:
-    """Those up to the one that ends the stream, behind which nothing matters."""
+    """Yield the events up to the one that ends the stream; anything after that is ignored."""
     is_last = sse.is_done if exchange.route.last_event is None else exchange.route.last_event.match
     ends = False
     for count, event in enumerate(events, 1):

@@ -56,22 +56,22 @@ from pdx.wire.proxy import Changes, NodeReport, PeerEntry
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
+LOOK_S = 0.25  # between two looks at the clock when nothing else triggers one
 
 _STOPPED = (503, "the proxy is being stopped")
 _INTERNAL = (500, "internal error of the proxy")
 
 
-_HINTED = request_key("hinted")  # where a request with hints has these, and the name by which engines know it
+_HINTED = request_key("hinted")  # the parsed hints of a request, and the name by which engines know it
 
 
 class Proxy:
     """All parts of one proxy, which live as long as its `app` does."""
 
     def __init__(self, config: ProxyConfig, env: Env, seat: Seat | None = None) -> None:
-        """`env`: of its loop; the clock is looked at every LOOK_S. `seat`: of a worker that serves beside others.
+        """`env`: the event loop's; `_look` runs every LOOK_S. `seat`: given to a worker that serves beside others.
 
-        :raises ConfigError: traces are wanted, and cannot be had.
+        :raises ConfigError: traces are configured but unavailable.
         """
         self._config = config
         self.env = env
@@ -92,7 +92,7 @@ class Proxy:
         seat = seat or Seat.alone()
         self.drain = Drain(seat)
         self.admission = Admission(config, self.env, seat)
-        self.found = asyncio.Event()  # an engine that can decode, ever
+        self.found = asyncio.Event()  # set once any engine can decode; never cleared
         self._control = Control(
             config.control or default_proxy(),
             self.env,
@@ -101,7 +101,7 @@ class Proxy:
             roster=config.roster,
             workers=config.workers,
             discover=config.discover,
-            is_found=not seat.number,  # where the others are follows from that
+            is_found=not seat.number,  # the other workers' addresses follow from the first one's
         )
         self._metrics = Metrics(self.env, engines=self.engines, dropped=self._control.dropped)
         self._traces = open_traces(config, self.env.counters)
@@ -175,7 +175,7 @@ class Proxy:
         return app
 
     def admin_app(self) -> web.Application:
-        """What only those may ask who run this proxy: it tells of all clients' requests."""
+        """Routes for the operator only: they show every client's requests."""
         app = web.Application(middlewares=[self._contain, refuse_strange_names])
         app.add_routes(
             [
@@ -189,9 +189,9 @@ class Proxy:
         return app
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:
-        """The control socket and the connections to engines are open.
+        """Keep the control socket and the connections to engines open.
 
-        :raises ConfigError: the control socket cannot be had, or there are no certificates to believe engines by.
+        :raises ConfigError: the control socket cannot be opened, or the file of trusted certificates is empty.
         """
         async with AsyncExitStack() as stack:
             if self._traces is not None:
@@ -205,7 +205,7 @@ class Proxy:
             yield
 
     async def _watch(self) -> None:
-        """Look at the clock: for silent nodes and legs, and for probes that are due."""
+        """Check the clock periodically: expire silent nodes and legs, start probes that are due."""
         while True:
             self._look()
             await asyncio.sleep(LOOK_S)
@@ -260,9 +260,10 @@ class Proxy:
                 self.chunks.heard(report.node, report.epoch)
 
     def _tell_peers(self) -> None:
-        """Nodes find each other by this: they hear of every change, and a node's new epoch is one.
+        """Tell nodes about each other. They are told of every change; a restarted node's new epoch counts as one.
 
-        Called by the clock: all hear of it, so nobody may make them all hear of something at any rate.
+        Driven by the clock and not by reports: every change goes to all nodes, so a node that reports often must not
+        set the rate.
         """
         peers = self.engines.peers()
         if peers != self._told_peers:
@@ -285,7 +286,7 @@ class Proxy:
             is_stopped = isinstance(error, TimeoutError) and self.drain.is_over
             if not is_stopped and not reply.started:
                 raise
-            if not is_stopped:  # what the client was sent cannot be taken back, and has to have an end
+            if not is_stopped:  # part of the answer is already with the client, so it has to be terminated
                 self._faults.unexpected("a request", error)
             if not reply.is_whole:
                 with suppress(ClientGone):
@@ -304,7 +305,7 @@ class Proxy:
 
     @web.middleware
     async def _refuse_when_stopping(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Another proxy is to be asked: this one answers what it has begun, and ends."""
+        """Refuse new requests while draining, so that the client tries another proxy."""
         if not self.drain.has_begun:
             return await handler(request)
         self.env.counters["refused_while_stopping"] += 1
@@ -319,7 +320,7 @@ class Proxy:
             check_kind(request)
             async with self.admission.counted(request), self._intake.body(request) as raw, self.admission.turn(request):
                 body, whole = await self._read(request, raw, route)
-                with suppress(Exhausted):  # its legs will find so, too
+                with suppress(Exhausted):  # the legs will run into the same limit
                     await self._probes.place(model_of(body), self._passed(request))
                 if whole is not None:
                     exchange = await self._whole(request, body, whole, reply)
@@ -343,13 +344,14 @@ class Proxy:
             raise
 
     async def _read(self, request: web.Request, raw: bytearray, route: Route) -> tuple[Body, Asked | None]:
-        """A request's body as far as anybody looks at it, and, where it goes to one engine whole, as it is."""
+        """Parse the request body as far as the proxy needs it. For a request that goes to one engine unchanged, also
+        return the body as received."""
         path, kind = request.rel_url.raw_path_qs, request.headers.get("Content-Type", "")
         if request.method == "GET":
             return {}, Asked(path, None, method="GET")
         if request.path in FORMS:
             return {"model": await in_turns(form_text(raw, kind, "model"))}, Asked(path, as_it_is(raw), kind)
-        if not raw and request.match_info:  # a response is to be cancelled
+        if not raw and request.match_info:  # the client cancels a response
             return {}, Asked(path, b"")
         body, stripped = strip_control(await in_turns(parsing(raw)))
         if stripped:
@@ -389,19 +391,19 @@ class Proxy:
         passed = self._passed(request)
         if plan.mode is Mode.FORWARD and not self._config.forward:
             plan = Plan(Mode.SAMPLED, "configured")
-        if plan.mode is Mode.FORWARD and headers.RANK in passed:  # which the decode engine may refuse: it answers first
+        if plan.mode is Mode.FORWARD and headers.RANK in passed:  # the decode engine may refuse it: it answers first
             plan = Plan(Mode.SAMPLED, "rank")
         transfer = new_transfer(self._control.tag)
         timeline = Timeline(transfer=transfer, route=route, mode=plan.mode, why=plan.why, moments=[])
         self._timelines.open(timeline)
         if headers.REQUEST_ID not in passed and body.get("request_id") is None:
-            passed[headers.REQUEST_ID] = transfer  # both legs' answers carry one id, and logs can be joined
-        if route is Route.RESPONSES and body.get("request_id") is None:  # which that header is not for
+            passed[headers.REQUEST_ID] = transfer  # both legs share one id, so that logs can be joined
+        if route is Route.RESPONSES and body.get("request_id") is None:  # vLLM ignores that header on this route
             body = {**body, "request_id": f"resp_{transfer}"}
         previous = body.get("previous_response_id")
         holder = await self._probes.holder(previous, passed) if isinstance(previous, str) and previous else None
         if envelope.decided:
-            self.env.counters["hints_refused"] += len(envelope.decided)  # the answer says which, and why
+            self.env.counters["hints_refused"] += len(envelope.decided)  # the answer says which hints, and why
         if envelope.said:
             name = body.get("request_id") if route is Route.RESPONSES else passed.get(headers.REQUEST_ID)
             request[_HINTED] = envelope, str(name or body["request_id"])
@@ -419,7 +421,7 @@ class Proxy:
         )
 
     async def _tell_hints(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Engines have asked their nodes by now. Who has said nothing of its chunks waits for nothing."""
+        """Engines have asked their nodes by now. Does not wait for nodes that do not explain their chunks."""
         hinted: tuple[Envelope, str] | None = request.get(_HINTED)
         if hinted is not None:
             envelope, name = hinted
@@ -436,16 +438,16 @@ class Proxy:
 
     @property
     def num_decoders(self) -> int:
-        """That are known to take requests."""
+        """How many engines are known to accept requests."""
         return sum(each.decodes and self.engines.health.of(each.url).is_ready for each in self.engines.all())
 
     async def _tell_health(self, _request: web.Request) -> web.Response:
-        """Readiness: 200 as long as somebody can decode, else 503."""
+        """Readiness: 200 while any engine can decode, else 503."""
         state = self._status.readiness()
         return web.json_response(state, status=200 if state["decoders"] else 503)
 
     async def _tell_load(self, _request: web.Request) -> web.Response:
-        """In vLLM's form: what a balancer before several proxies wants to know of this one, with all its workers."""
+        """Load in vLLM's format, for a balancer in front of several proxies; all workers of this proxy are included."""
         return web.json_response({"server_load": self.drain.load})
 
     async def _expose(self, _request: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
-"""A client's body as it comes in, and the bodies of the two legs, built from it. The client's body is never changed.
+"""Reads client bodies and builds the bodies of the two legs from them. The client's body is never modified.
 
-What nobody looks at stays the bytes that came (`msgspec.Raw`) and is spliced into the legs' bodies: a prompt of a
-million tokens is neither made into objects nor written anew.
+Fields that the proxy does not need stay raw bytes (`msgspec.Raw`) and are spliced into the legs' bodies: a prompt of a
+million tokens is neither parsed into objects nor serialized again.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from pdx.proxy.plan import LOOKED_AT, SWITCHES, WHOLE, XARGS, Body, Mode
 from pdx.proxy.routes import FORMS, Route
 from pdx.telemetry.faults import printable
 
-LENIENT_BYTES = 256 << 10  # above, Python's reader would keep everybody waiting for 10 ms and more
+LENIENT_BYTES = 256 << 10  # above this size Python's own parser would block the event loop for 10 ms or more
 _WHOLE_TEXT = re.compile(r"\s*[+-]?[0-9]{1,18}(\.0+)?\s*", re.ASCII)
-_ON = (True, "1", "on", "t", "true", "y", "yes")  # 1 and 1.0 are True, too
+_ON = (True, "1", "on", "t", "true", "y", "yes")  # 1 and 1.0 compare equal to True
 _OFF = (False, "0", "off", "f", "false", "n", "no")
-_LOOKED_AT_BYTES = 4096  # a longer value is none of those that make a difference
+_LOOKED_AT_BYTES = 4096  # a longer value cannot be one of those that matter
 _XARGS_BYTES = 64 << 10
 _MOST_FIELDS = 1024
-_MOST_PARTS = 64  # of a form
+_MOST_PARTS = 64  # of a multipart form
 _FIND_BYTES = 1 << 20
 _FORM_NAME = re.compile(rb'\r\ncontent-disposition: *form-data *;(?:[^\r]*;)? *name="([^"]*)"', re.IGNORECASE)
 _REST_BYTES = 256 << 10
 _NAME_BYTES = 1024
 _WHOLE_BYTES = 256 << 10
 _SEND_BYTES = 64 << 10
-_NO_HALVES = bytes.maketrans(b"\xed", b"\xee")  # halves of surrogate pairs become characters, and all else is as valid
+_NO_HALVES = bytes.maketrans(b"\xed", b"\xee")  # makes lone surrogates valid, and changes nothing else's validity
 
 _JSON_NAME = {list: "list", str: "string", int: "number", float: "number", bool: "true or false", type(None): "null"}
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
 
-# What shapes the answer only. In chats, `response_format`, `tools` and the like also shape the prompt and stay.
+# Fields that shape only the answer. In chats, `response_format`, `tools` and the like also shape the prompt and stay.
 _ANSWER_ONLY = (
     "stream_options",
     "stream_interval",
@@ -64,7 +64,7 @@ _ANSWER_ONLY = (
 
 
 class Spliced:
-    """A large body in its parts, sent piece by piece: each time others have their turn, and nothing is copied."""
+    """A large body in parts, sent piece by piece without copying; other requests get their turn between pieces."""
 
     def __init__(self, parts: Sequence[bytes | bytearray | Raw]) -> None:
         self._parts = [memoryview(part) for part in parts]
@@ -86,11 +86,11 @@ Payload = bytes | Spliced
 
 
 def parsing(raw: bytes | bytearray) -> Steps[Body]:
-    """The fields of a client's body: those that are looked at as values, all others as `Raw`, null as None.
+    """Parse a client's body: fields the proxy inspects become values, all others stay `Raw`, null becomes None.
 
-    Of equal names the last one counts, as it does for an engine.
+    If a name occurs twice the last one wins, as in an engine.
 
-    :raises RequestRefused: it is not a JSON object, or out of bounds.
+    :raises RequestRefused: the body is not a JSON object, or exceeds a limit.
     """
     try:
         yield from _checking_utf8(raw)
@@ -105,12 +105,12 @@ def parsing(raw: bytes | bytearray) -> Steps[Body]:
 
 
 def as_it_is(raw: bytearray) -> Payload:
-    """A client's body for an engine."""
+    """The client's body, unchanged, for an engine."""
     return bytes(raw) if len(raw) <= _WHOLE_BYTES else Spliced([raw])
 
 
 def encode(body: Body) -> Payload:
-    """As JSON. Values are written in ASCII: also what a lenient reader let pass comes out as it came in."""
+    """Serialize to JSON. Values are written in ASCII, so whatever the lenient parser accepted survives unchanged."""
     values = {name: value for name, value in body.items() if not isinstance(value, Raw)}
     parts: list[bytes | Raw] = [json.dumps(values, separators=(",", ":")).encode("ascii")[:-1]]
     for name, value in body.items():
@@ -123,7 +123,8 @@ def encode(body: Body) -> Payload:
 
 
 def form_text(raw: bytes | bytearray, content_type: str, name: str) -> Steps[str | None]:
-    """The text of a form's field; None: it has none of that name, or is no form. Files in it are passed over."""
+    """The text of a form field. None if the form lacks the field, or the body is not a form. Uploaded files are
+    skipped."""
     header = Message()
     header["Content-Type"] = content_type
     mark = b"--" + (header.get_boundary() or "").encode("latin-1", "replace")
@@ -141,7 +142,7 @@ def form_text(raw: bytes | bytearray, content_type: str, name: str) -> Steps[str
 
 
 def _finding(raw: bytes | bytearray, text: bytes, at: int) -> Steps[int]:
-    """As `raw.find(text, at)`."""
+    """Same as `raw.find(text, at)`, in steps."""
     while at < len(raw):
         if (found := raw.find(text, at, at + _FIND_BYTES + len(text))) >= 0:
             return found
@@ -151,10 +152,10 @@ def _finding(raw: bytes | bytearray, text: bytes, at: int) -> Steps[int]:
 
 
 def _split(raw: bytes | bytearray) -> dict[str, Raw]:
-    """The value of each field as it came.
+    """Split a JSON object into its fields, each as raw bytes.
 
-    Engines read JSON with Python's own reader, which takes more than JSON has (NaN, lone surrogates, UTF-16, a byte
-    order mark). Such a request is read in the same way.
+    Engines use Python's JSON parser, which accepts more than the standard (NaN, lone surrogates, UTF-16, a byte order
+    mark). The proxy parses such a request the same way.
     """
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _fields.decode(raw)
@@ -165,10 +166,10 @@ def _split(raw: bytes | bytearray) -> dict[str, Raw]:
 
 
 def _splitting(raw: bytes | bytearray) -> Steps[dict[str, Raw]]:
-    """The same of a body that is so large that to read all of it would keep everybody waiting.
+    """Same as `_split`, for a body so large that parsing it at once would block the event loop.
 
-    Its long strings, its lists and its objects are replaced by their numbers, and the rest is read. What is in them may
-    be no JSON: that an engine will say.
+    Long strings, lists and objects are replaced by placeholder numbers before the rest is parsed. Their contents are
+    not validated; the engine will do that.
     """
     view = memoryview(raw)
     spans = yield from outline(raw, 2 * _MOST_FIELDS)
@@ -197,12 +198,13 @@ def _nth(view: memoryview, spans: list[tuple[int, int]], value: Raw) -> Raw:
 
 
 def _checking_utf8(raw: bytes | bytearray) -> Steps[None]:
-    """Strings that are not looked at are not decoded otherwise. In pieces: a large string takes much memory."""
-    if len(raw) <= _SEND_BYTES and raw.isascii():  # most are
+    """Validate the UTF-8 of strings that are not decoded elsewhere. Works in pieces, because decoding a large string
+    takes much memory."""
+    if len(raw) <= _SEND_BYTES and raw.isascii():  # the common case
         return
     if raw[:2] in (b"\xfe\xff", b"\xff\xfe") or b"\x00" in raw[:4]:
         return  # UTF-16 or UTF-32
-    decoder = codecs.getincrementaldecoder("utf-8")()  # "surrogatepass" would be called for each half
+    decoder = codecs.getincrementaldecoder("utf-8")()  # "surrogatepass" would be called once per surrogate
     for at in range(0, len(raw), _SEND_BYTES):
         if at:
             yield
@@ -220,9 +222,8 @@ def _value(name: str, value: Raw) -> Any:
 
 
 def as_engines_read(name: str, value: Any) -> Any:
-    """A field's value. Engines take 5, "5", 5.0 and true for whole numbers, and 1 and "yes" for true; what is none of
-    these stays as it is, for an engine to refuse.
-    """
+    """Interpret a field's value as engines do: 5, "5", 5.0 and true count as integers, 1 and "yes" as true. Anything
+    else is returned unchanged, for an engine to reject."""
     if name in WHOLE:
         if isinstance(value, str) and _WHOLE_TEXT.fullmatch(value):
             return int(value.partition(".")[0])
@@ -237,18 +238,19 @@ def as_engines_read(name: str, value: Any) -> Any:
 
 
 def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_node: str = "") -> Body:
-    """The prefill leg: the client's prompt, one token, and where its KV is to go (empty: it stays on its node)."""
+    """The prefill leg's body: the client's prompt, one token, and the node to push its KV to (empty: it stays on its
+    node)."""
     leg = dict(body)
     leg["stream"] = False
     for name in route.limits:
         if name in leg or name == route.limits[-1]:
             leg[name] = 1
     if route is Route.RESPONSES:
-        leg["store"] = False  # nobody will ask for this one
+        leg["store"] = False  # nobody will retrieve this response
     if leg.get("n"):
         leg["n"] = 1
     if leg.get("min_tokens"):
-        leg["min_tokens"] = 1  # the first token may still not end the text
+        leg["min_tokens"] = 1  # the first token must not end the text
     if mode is Mode.FORWARD:
         leg.pop("stream_options", None)
         leg["return_token_ids"] = True
@@ -262,7 +264,7 @@ def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_
 
 
 def continuation_body(body: Body, prompt: Raw, first: int, *, limit: int) -> Body:
-    """Go on after the ids of `prompt` and `first`, to `limit` tokens with that one."""
+    """Continue after the ids of `prompt` and `first`, up to `limit` tokens including `first`."""
     leg = dict(body)
     leg["prompt"] = Raw(bytes(prompt)[:-1] + b",%d]" % first)
     leg["max_tokens"] = limit - 1
@@ -279,10 +281,11 @@ def arriving(
     prompt_tokens: int | None = None,
     cached_tokens: int | None = None,
 ) -> Body:
-    """The decode leg: the client's own request, with the KV of its prompt (or prompts) on the way.
+    """The decode leg's body: the client's own request, plus the transfer that brings the KV of its prompts.
 
-    `is_early`: the legs are sent together. The counts are the prefill engine's; None: it does not say so. To the decode
-    engine all that arrives is cached; told of another count it reports that one.
+    `is_early`: both legs are sent at the same time. The token counts come from the prefill engine, None if it gave
+    none. The decode engine regards everything that arrives as cached, so it is given the prefill engine's count to
+    report instead.
     """
     params: Body = {"do_remote_prefill": True, "transfer_id": transfer}
     if is_early:
@@ -295,12 +298,12 @@ def arriving(
 
 
 def told(leg: Body, params: Body) -> Body:
-    """A leg with these transfer parameters, beside those that it has."""
+    """The body with these transfer parameters merged into those it has."""
     return {**leg, "kv_transfer_params": {**(leg.get("kv_transfer_params") or {}), **params}} if params else leg
 
 
 def check_kind(request: web.Request) -> None:
-    """:raises RequestRefused: the body is of no kind that its route takes."""
+    """:raises RequestRefused: the route does not accept this content type."""
     form, kind = request.path in FORMS, request.content_type
     is_right = kind == ("multipart/form-data" if form else "application/json")
     if not is_right and request.method != "GET" and not (request.match_info and not request.can_read_body):
@@ -312,19 +315,19 @@ def check_kind(request: web.Request) -> None:
         raise RequestRefused(415, f"the request has Content-Encoding: {packed}; send it unpacked, as engines want it")
 
 
-PIECE = 64 << 10  # each gives a body a second more time to arrive
+PIECE = 64 << 10  # each piece received extends the body's deadline by a second
 _RETRY_AFTER_S = 1
 
 
 class Intake:
-    """Reads bodies. What it holds counts from its arrival to the end of the request.
+    """Reads request bodies within a memory budget. A body counts from its arrival until its request ends.
 
-    One of up to PIECE bytes is always taken: else a few clients with large bodies could keep everybody out. How many of
-    these there are is bounded by the number of connections.
+    Bodies of up to PIECE bytes are always accepted; otherwise a few clients with large bodies could lock out everyone
+    else. The number of connections bounds how many of those there are.
     """
 
     def __init__(self, *, each_bytes: int, all_bytes: int, timeout_s: float) -> None:
-        """A body arrives within `timeout_s`, and a second more for each PIECE that has come."""
+        """A body has `timeout_s` to arrive, plus one second for each PIECE received."""
         self._each_bytes = each_bytes
         self._all_bytes = all_bytes
         self._timeout_s = timeout_s
@@ -332,13 +335,13 @@ class Intake:
 
     @asynccontextmanager
     async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """A request's body, which is held as long as this context lasts.
+        """The request's body, held while this context is open.
 
-        :raises RequestRefused: it is too large, too slow or not whole, or there is no room for it.
+        :raises RequestRefused: the body is too large, too slow or incomplete, or there is no room for it.
         """
         if (request.content_length or 0) > self._each_bytes:
             raise self._too_large()
-        whole = bytearray()  # not joined of parts: it would be there twice for that time
+        whole = bytearray()  # grown in place: joining parts would briefly need twice the memory
         size = 0
         since = asyncio.get_running_loop().time()
         try:
@@ -359,7 +362,7 @@ class Intake:
             self.held_bytes -= size
 
     async def _piece(self, content: StreamReader, until: float) -> bytes:
-        """PIECE bytes, fewer at the end."""
+        """The next PIECE bytes; fewer at the end."""
         try:
             async with asyncio.timeout_at(until):
                 return await content.readexactly(PIECE)
@@ -368,7 +371,7 @@ class Intake:
         except TimeoutError as error:
             text = f"{self._timeout_s:g} s, and a second more for each {PIECE} bytes that have come"
             raise RequestRefused(408, f"the request's body comes too slowly: it may take {text}") from error
-        except (web.RequestPayloadError, ConnectionError, RuntimeError) as error:  # the last: it was closed before
+        except (web.RequestPayloadError, ConnectionError, RuntimeError) as error:  # RuntimeError: closed before
             raise RequestRefused(400, "the request did not arrive whole") from error
 
     def _too_large(self) -> RequestRefused:

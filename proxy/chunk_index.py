@@ -1,9 +1,10 @@
-"""Which chunks are in which tiers of which nodes: by key a number with a bit for each place that has it.
+"""An index of which chunks are in which tiers of which nodes: maps a key to an integer with one bit per place that has
+it.
 
-A place is a tier of a node. The bits of one node lie side by side, so that a few shifts tell which nodes have a chunk
-anywhere. Most chunks are in few different sets of places, and equal numbers are one object; so an entry costs its key
-and its share of a dictionary. There are 256 of these, by the first byte of the key, because a dictionary that grows
-stops everything until it is copied.
+A place is one tier of one node. The bits of a node are adjacent, so a few shifts tell which nodes have a chunk in any
+tier. Few distinct sets of places occur, and equal integers are shared, so that an entry costs its key and its share of
+a dictionary. There are 256 dictionaries, by the first byte of the key, because a dictionary that grows blocks the event
+loop until it has been copied.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ import msgspec
 
 from pdx.memory.keys import KEY_BYTES
 
-TIERS = 16  # of one node that are told apart; what is in further ones is in OTHERS
+TIERS = 16  # told apart per node; any further tiers are counted as OTHERS
 OTHERS = "others"
-ANY = "any"  # in an answer: whichever tier of the node
-MAX_SHARED = 1 << 16  # numbers that are kept to be the same object
-MAX_LEAVING = 4  # times that a node was dropped and its bits are not swept out; until then it may not begin anew
-SWEEP_S = 0.003  # at a time, to forget what only nodes had that are gone
+ANY = "any"  # in an answer: any tier of the node
+MAX_SHARED = 1 << 16  # integers that are kept for sharing
+MAX_LEAVING = 4  # pending sweeps of one dropped node, until which it may not start again
+SWEEP_S = 0.003  # time budget of one sweep step
 
 
 class _Node(msgspec.Struct):
     first_bit: int
-    tiers: dict[str, int]  # number of the place of each, from the node's first one
-    has_all: bool = True  # nothing that it told was left out for lack of room
+    tiers: dict[str, int]  # place number of each tier, relative to the node's first
+    has_all: bool = True  # False: something the node told was left out for lack of room
 
 
 class ChunkIndex:
-    """One thread. `limit`: of keys that are known; what would be more is left out, and counted."""
+    """For one thread. `limit`: the number of keys it keeps; further keys are left out and counted."""
 
     def __init__(self, limit: int, counters: Counter[str]) -> None:
         self._limit = limit
@@ -39,13 +40,13 @@ class ChunkIndex:
         self._places: list[dict[bytes, int]] = [{} for _ in range(256)]
         self._shared: dict[int, int] = {}
         self._nodes: dict[str, _Node] = {}
-        self._names: dict[int, str] = {}  # of nodes, by their first bit, until it is free
-        self._live = 0  # the bits of all places
-        self._firsts = 0  # … and the first bit of each node
-        self._free: list[int] = []  # first bits that no entry has any more
-        self._dead: list[int] = []  # … and those that some may have: of nodes that are gone, until all was swept …
+        self._names: dict[int, str] = {}  # node names by their first bit, until that is free again
+        self._live = 0  # mask of the bits in use
+        self._firsts = 0  # … and of the first bit of each node
+        self._free: list[int] = []  # first bits that no entry contains any more
+        self._dead: list[int] = []  # … and those of dropped nodes, until a sweep is over …
         self._sweeping: list[int] = []
-        self._sweep_at = 0  # … from this dictionary on
+        self._sweep_at = 0  # … which began with this dictionary
         self._num_firsts = 0
         self.num_keys = 0
 
@@ -54,20 +55,20 @@ class ChunkIndex:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything that the nodes have told is known."""
+        """Whether the index has everything the nodes have told."""
         return all(node.has_all for node in self._nodes.values())
 
     @property
     def lacking(self) -> list[str]:
-        """Nodes of which something was left out, once there is room again: half of the limit, or few keys would be
-        reason enough to have them all told again."""
+        """Nodes with keys left out, once half of the limit is free again. With a smaller margin, a few freed keys would
+        make nodes tell everything again."""
         has_room = self.num_keys <= self._limit // 2
         return [name for name, node in self._nodes.items() if not node.has_all] if has_room else []
 
     # ---- what nodes tell --------------------------------------------------------------------
 
     def add(self, node: str, tier: str, keys: bytes) -> None:
-        """These keys, one after the other, are in that tier."""
+        """Add consecutive keys of one tier."""
         bit = self._bit(node, tier)
         shared, places = self._shared, self._places
         if len(shared) > MAX_SHARED:
@@ -108,7 +109,7 @@ class ChunkIndex:
                 self.num_keys -= 1
 
     def drop(self, node: str) -> None:
-        """Forget all that this node has told. What that leaves is swept out later. Idempotent."""
+        """Forget everything this node has told. Its bits are swept out later. Idempotent."""
         known = self._nodes.pop(node, None)
         if known is None:
             return
@@ -117,8 +118,8 @@ class ChunkIndex:
         self._dead.append(known.first_bit)
 
     def may_begin(self, node: str) -> bool:
-        """Whether a node that was dropped may tell what it has: else one that is dropped again and again would make all
-        numbers longer. Where it may not yet, this sweeps, as `sweep` does."""
+        """Whether a dropped node may start to tell its keys again. Otherwise a node that is dropped again and again
+        would make all integers longer. Runs a step of `sweep` if it may not yet."""
         if self._num_leaving(node) >= MAX_LEAVING:
             self.sweep()
         return self._num_leaving(node) < MAX_LEAVING
@@ -143,7 +144,7 @@ class ChunkIndex:
         return 1 << known.first_bit + number
 
     def sweep(self) -> None:
-        """Go on to forget what only nodes had that are gone, for some milliseconds; to be called now and then."""
+        """Continue sweeping out the bits of dropped nodes for a few milliseconds; call it periodically."""
         if not self._sweeping:
             if not self._dead:
                 return
@@ -173,21 +174,21 @@ class ChunkIndex:
     # ---- what is asked ----------------------------------------------------------------------
 
     def has(self, node: str, key: bytes) -> bool:
-        """Whether any tier of the node has it."""
+        """Whether any tier of the node has the key."""
         known = self._nodes.get(node)
         return known is not None and bool(self._places[key[0]].get(key, 0) >> known.first_bit & (1 << TIERS) - 1)
 
     def is_known(self, key: bytes) -> bool:
-        """Whether any node has it, or had it lately."""
+        """Whether any node has the key, or had it recently."""
         return key in self._places[key[0]]
 
     def lookup(self, keys: Iterable[bytes]) -> dict[str, dict[str, int]]:
-        """Of each node that has the first of these keys: how many leading ones each of its tiers has, and (ANY) how
-        many are in one tier or another."""
+        """For each node that has the first of these keys: the number of leading keys in each of its tiers, and (ANY) in
+        the union of its tiers."""
         alive, nodes = self._live, self._firsts
         if not nodes:
             return {}
-        ends: list[tuple[int, int]] = []  # of places: how many leading keys they have, and which
+        ends: list[tuple[int, int]] = []  # pairs of a leading count and the places that have it
         node_ends: list[tuple[int, int]] = []
         before = -1
         count = 0
@@ -224,7 +225,7 @@ class ChunkIndex:
 
 
 def _bits(number: int) -> list[int]:
-    digits = bin(number)[:1:-1]  # the lowest first
+    digits = bin(number)[:1:-1]  # lowest bit first
     found = []
     at = digits.find("1")
     while at >= 0:

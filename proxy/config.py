@@ -22,16 +22,16 @@ BodiesBytes = Annotated[int, Meta(ge=1 << 10), shown_as("SIZE")]
 
 
 class Routing(StrEnum):
-    """Which engine is the best for a prompt, among those that are well: see `pdx.proxy.placing`."""
+    """How to choose among healthy engines for a prompt: see `pdx.proxy.placing`."""
 
     ROUND_ROBIN = "round-robin"
     LEAST_LOADED = "least-loaded"
-    SESSION = "session"  # where its last turn was, unless others have much less to do
+    SESSION = "session"  # the engine of the session's last turn, unless others have far less to do
     PREFIX = "prefix"
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of `pdx proxy`, each said once; engines named here need no node to be known."""
+    """Settings of `pdx proxy`, each defined once. Engines listed here work without a node."""
 
     host: Annotated[str, option("Address to serve HTTP on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65_535), option("0: any.")] = 8000
@@ -97,8 +97,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "X-Session-ID), or who has the prompt soonest by what is cached where (implies --chunk-index)."
         ),
     ] = Routing.LEAST_LOADED
-    # 16 tokens are one block of most engines' KV cache, the least that two legs could hand over; a decode engine
-    # computes so few beside the tokens of its other requests without a step getting longer.
+    # 16 tokens are one block of most engines' KV cache, the least two legs can hand over. Computing so few beside
+    # other requests' tokens does not lengthen a decode engine's step.
     min_split_tokens: Annotated[
         Tokens,
         option(
@@ -109,7 +109,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     client_priority: Annotated[
         int, Meta(ge=0, le=9), option("The most priority that a client may give its chunks; more is clipped.")
     ] = 9
-    max_body_bytes: Annotated[BodyBytes, option("The largest body of a request.")] = 64 << 20  # pictures are in it
+    max_body_bytes: Annotated[BodyBytes, option("The largest body of a request.")] = 64 << 20  # includes images
     max_bodies_bytes: Annotated[BodiesBytes, option("Of all requests under way together.")] = 512 << 20
     max_header_bytes: Annotated[HeaderBytes, option("The largest header of a request: tokens, cookies.")] = 64 << 10
     allowed_origins: Annotated[
@@ -133,10 +133,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     drain_s: Annotated[
         Seconds, option("After SIGTERM, requests under way have so long; a second signal ends them at once.")
     ] = 30.0
-    # No KV goes through a node that is silent for longer. Nodes report once a second, but one whose processor is taken
-    # from it may miss some while the proxy runs on.
+    # A silent node carries no KV after this time. Nodes report once a second, but one that is starved of CPU time
+    # may miss some reports while the proxy runs on.
     heartbeat_timeout_s: PositiveSeconds = 6.0
-    body_timeout_s: PositiveSeconds = 60.0  # and a second more for each 64 KiB that have come
+    body_timeout_s: PositiveSeconds = 60.0  # plus one second for every 64 KiB received
     admin: Annotated[
         Place,
         option(
@@ -171,5 +171,5 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def is_keyed(self) -> bool:
-        """Whether what clients show in `Authorization` is for this proxy, and nothing of it for engines."""
+        """Whether `Authorization` headers of clients are meant for this proxy, and are not forwarded to engines."""
         return bool(self.api_keys or self.engine_key)

@@ -1,8 +1,9 @@
-"""What the proxy knows of each engine's load and health: one record per URL. No I/O; the clock and chance are injected.
+"""What the proxy knows about each engine's load and health: one record per URL. No I/O; clock and randomness are
+injected.
 
-An engine is well until it fails. A failure makes it suspect: no request is given to it while another engine can serve.
-When its time is over, a probe decides and not a user's request (`pdx.proxy.probe`). Where probes cannot tell whether it
-generates, it is on trial: it gets one request at a time until one succeeds. ADR 29 has the reasons.
+An engine is healthy until it fails. A failure makes it suspect: it gets no requests while another engine can serve.
+When that period ends, a probe decides and not a user's request (`pdx.proxy.probe`). If probes cannot tell whether the
+engine generates, it is on trial: it gets one request at a time until one succeeds. ADR 29 has the reasons.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 from pdx.telemetry.rate import Rate
 
-FIRST_S = 1.0  # an engine is suspect for so long after its first failure; each further one doubles that
+FIRST_S = 1.0  # how long an engine is suspect after its first failure; doubles with each further one
 LONGEST_S = 30.0
 PROBE_S = 3.0  # between two probes of an engine that is not suspect
-_MOST_CHARS = 600  # of a line in the log
-SERVES_S = 30.0  # an engine that has answered a request within this time is at work
+_MOST_CHARS = 600  # of a log line
+SERVES_S = 30.0  # an engine that answered a request within this time is working
 
 
 class Reason(StrEnum):
@@ -33,27 +34,27 @@ class Reason(StrEnum):
 
     REFUSED = "refused"
     CONNECT_TIMEOUT = "connect_timeout"
-    TLS = "tls"  # the engine's certificate is not trusted, or it speaks no TLS
+    TLS = "tls"  # the engine's certificate is not trusted, or it does not speak TLS
     RESET = "reset"
     TIMEOUT = "timeout"
-    TRUNCATED = "truncated"  # a stream that ended without saying so
+    TRUNCATED = "truncated"  # a stream that ended without its final event
     MALFORMED = "malformed"
-    REDIRECT = "redirect"  # or another status that is no answer to a request
-    UNAUTHORIZED = "unauthorized"  # it does not take this proxy's own key (--engine-key)
+    REDIRECT = "redirect"  # or another status that does not answer a request
+    UNAUTHORIZED = "unauthorized"  # the engine rejects the proxy's own key (--engine-key)
     STATUS_4XX = "status_4xx"
     STATUS_429 = "status_429"
     STATUS_5XX = "status_5xx"
 
 
-# The request was not worked on: another engine can be asked at no cost.
+# The engine did not work on the request: another engine can be asked at no cost.
 UNSENT = frozenset({Reason.REFUSED, Reason.CONNECT_TIMEOUT, Reason.TLS})
-# The request may be to blame for these, if several engines answer it so.
+# The request itself may be the cause, if several engines answer like this.
 ANSWERED = frozenset({Reason.MALFORMED, Reason.REDIRECT, Reason.STATUS_5XX})
 _NO_FAULT = frozenset({Reason.STATUS_4XX, Reason.STATUS_429})
 
 
 class EngineState(StrEnum):
-    """How an engine is."""
+    """An engine's health."""
 
     NEW = "new"  # nothing is known: it gets requests, but does not make the proxy ready
     WELL = "well"
@@ -62,66 +63,66 @@ class EngineState(StrEnum):
 
 
 class Record(msgspec.Struct, eq=False):
-    """One engine. Only `Health` and the legs that are under way change it."""
+    """One engine. Only `Health` and its legs in flight change it."""
 
     url: str
     probe_at: float  # when the next probe is due
-    well_at: float  # when it last answered a probe or a request, or became known
+    well_at: float  # when it last answered a probe or a request, or was added
     state: EngineState = EngineState.NEW
     in_flight: int = 0  # legs of this proxy
-    planned: int = 0  # legs that start later
-    others: int = 0  # requests of anybody else, by the last report
-    last_used: int = 0  # grows with every leg and every plan; breaks ties
-    trials: int = 0  # legs and plans that began while it was not well
-    failures: int = 0  # in a row
-    unproven: bool = False  # a request failed, so that GET /health proves nothing
+    planned: int = 0  # legs of this proxy that start later
+    others: int = 0  # requests from elsewhere, according to the last report
+    last_used: int = 0  # increases with every leg and plan; breaks ties
+    trials: int = 0  # legs and plans that began while it was not healthy
+    failures: int = 0  # consecutive
+    unproven: bool = False  # a request failed, so GET /health proves nothing
     is_probing: bool = False
-    heard_at: float = float("-inf")  # the last byte of any leg
-    # Names of models it serves, adapters included, its own first. None: not known; empty: it has no list, and is asked.
+    heard_at: float = float("-inf")  # last byte of any leg
+    # Models it serves, adapters included, its own first. None: unknown; empty: it has no list, and is asked.
     models: dict[str, None] | None = None
-    adapters: frozenset[str] = frozenset()  # those of them that are adapters
-    listed_at: float = float("-inf")  # when it was last asked for that list by itself
-    list_at: float = float("-inf")  # no request asks for it before
-    served_at: float = float("-inf")  # the last leg that succeeded
-    backlog: int = 0  # prompt tokens that legs of this proxy have it compute now, as far as that is known
-    computing: Rate = msgspec.field(default_factory=Rate)  # how fast it does, in tokens …
-    loading: Rate = msgspec.field(default_factory=Rate)  # … and takes in what its node has
-    untold: int = 0  # texts that it was asked to make tokens of, and has made none
+    adapters: frozenset[str] = frozenset()  # the adapters among them
+    listed_at: float = float("-inf")  # when it was last asked for the list itself
+    list_at: float = float("-inf")  # requests do not ask for the list before this time
+    served_at: float = float("-inf")  # when a leg last succeeded
+    backlog: int = 0  # prompt tokens that this proxy's legs have it compute now, as far as known
+    computing: Rate = msgspec.field(default_factory=Rate)  # how fast it computes, in tokens …
+    loading: Rate = msgspec.field(default_factory=Rate)  # … and loads what its node has
+    untold: int = 0  # texts it was asked to tokenize, and has not
 
     @property
     def load(self) -> int:
-        """Requests of anybody, those that are planned included."""
+        """All requests, planned ones included."""
         return self.in_flight + self.planned + self.others
 
     @property
     def avoided(self) -> bool:
-        """Whether other engines are asked first."""
+        """Whether other engines are preferred."""
         return self.state is EngineState.SUSPECT or (self.state is EngineState.TRIAL and self.trials > 0)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is known to take requests."""
+        """Whether it is known to accept requests."""
         return self.state in (EngineState.WELL, EngineState.TRIAL)
 
 
 class Work(NamedTuple):
     """What a leg has its engine do with a prompt, in tokens."""
 
-    missing: int = 0  # on its node, so that they are computed
+    missing: int = 0  # on its node, so they have to be computed
     found: int = 0
-    is_timed: bool = False  # whether the first byte of its answer comes as soon as that is done
+    is_timed: bool = False  # whether its answer's first byte comes as soon as that is done
 
 
 NO_WORK = Work()
 
 
 class Use:
-    """A leg that is under way or, with `is_planned`, will be: it counts as load. Ends with its context."""
+    """A leg in flight or, if `is_planned`, in the future; counts as load until its context ends."""
 
     def __init__(self, record: Record, turn: int, *, is_planned: bool, work: Work = NO_WORK) -> None:
         self.record = record
         self.work = work
-        self._is_first = not record.backlog  # it waits for nobody's prompt
+        self._is_first = not record.backlog  # no other prompt is computed first
         record.backlog += work.missing
         self.is_trial = record.state in (EngineState.SUSPECT, EngineState.TRIAL)
         self._is_planned = is_planned
@@ -130,19 +131,19 @@ class Use:
         self._count(1)
 
     def end(self) -> None:
-        """It is over. Idempotent."""
+        """End the use. Idempotent."""
         if self._is_open:
             self._is_open = False
             self.record.backlog -= self.work.missing
             self._count(-1)
 
     def answered(self, since: float, now: float, *, is_served: bool = True) -> None:
-        """The first of its answer is here: its prompt is computed, unless it was not served. Idempotent."""
+        """The answer's first byte is here, so the prompt is computed, unless it was not served. Idempotent."""
         work, self.work = self.work, NO_WORK
         self.record.backlog -= work.missing
         if not work.is_timed or not is_served:
             return
-        if work.found > 4 * work.missing:  # most of the time went into loading, unless it waited
+        if work.found > 4 * work.missing:  # loading dominates, unless it had to wait
             rate, tokens = self.record.loading, work.found * self._is_first
         else:
             rate, tokens = self.record.computing, work.missing
@@ -164,21 +165,21 @@ class Use:
 
 
 class Health:
-    """The records; every method is cheap and belongs to the event loop's thread."""
+    """All records. Methods are cheap and run on the event loop's thread."""
 
     def __init__(self, env: Env, *, silence_s: float, chance: random.Random | None = None) -> None:
-        """An engine that sent a byte to anybody within `silence_s` does not hang."""
+        """An engine that sent a byte to any client within `silence_s` does not hang."""
         self.clock = env.clock
         self._chance = chance or random.Random()
         self._silence_s = silence_s
         self._faults = env.faults
         self._records: dict[str, Record] = {}
         self._turns = itertools.count(1)
-        self.titled: Callable[[str], str] = lambda url: f"engine {url}"  # what the log calls the one at this URL
-        self.failures: Counter[str] = Counter()  # of engines, by reason
+        self.titled: Callable[[str], str] = lambda url: f"engine {url}"  # how the log names an engine
+        self.failures: Counter[str] = Counter()  # failures of engines, by reason
 
     def of(self, url: str) -> Record:
-        """The record, a new one if need be; a new engine is probed at once."""
+        """The engine's record, created if needed; a new engine is probed at once."""
         found = self._records.get(url)
         if found is None:
             now = self.clock()
@@ -186,22 +187,22 @@ class Health:
         return found
 
     def keep(self, urls: Collection[str]) -> None:
-        """Forget all other engines."""
+        """Forget all engines but these."""
         self._records = {url: record for url, record in self._records.items() if url in urls}
 
     def begin(self, url: str, work: Work = NO_WORK) -> Use:
         return Use(self.of(url), next(self._turns), is_planned=False, work=work)
 
     def plan(self, url: str) -> Use:
-        """A leg will start later, or never: end it then."""
+        """Reserve a leg that may start later; the caller ends the plan if it never does."""
         return Use(self.of(url), next(self._turns), is_planned=True)
 
     def next_probe_s(self, urls: Collection[str]) -> int:
-        """In how many whole seconds the next of these engines is asked whether it is well; at least one."""
+        """Whole seconds, at least one, until the next of these engines is probed."""
         return max(1, math.ceil(min((self.of(url).probe_at for url in urls), default=0.0) - self.clock()))
 
     def renew(self, url: str) -> None:
-        """Another engine is there now, or another life of it: what it has and how it is has to be found out anew."""
+        """The URL has another engine, or a restarted one: forget everything known about its models and health."""
         record = self.of(url)
         if record.state is EngineState.WELL:
             record.state = EngineState.NEW
@@ -211,46 +212,46 @@ class Health:
         record.probe_at = self.clock()
 
     def lacks(self, url: str, model: str | None) -> None:
-        """An engine has answered that it has no such model: if it should have, its list is not true any more."""
+        """The engine answered that it lacks this model: if its list had it, the list is out of date."""
         record = self.of(url)
         if record.models is not None and model in record.models:
             record.models = None
 
     def running(self, url: str, count: int) -> None:
-        """A node has reported that the engine has so many requests, whoever sent them."""
+        """A node reported how many requests the engine has, from any source."""
         record = self.of(url)
         record.others = max(0, count - record.in_flight)
 
     def failed(self, use: Use, reason: Reason, text: str = "") -> None:
-        """A leg failed. What makes no engine suspect is ignored here."""
+        """A leg failed. Reasons that do not make an engine suspect are ignored."""
         record = use.record
         if reason in _NO_FAULT or (reason is Reason.TIMEOUT and self._speaks(record)):
             return
         self.failures[reason] += 1
         if reason not in UNSENT:
             record.unproven = True
-        # What began before the engine became suspect says nothing that is not known.
+        # A leg that began before the engine became suspect adds no information.
         if record.state in (EngineState.NEW, EngineState.WELL) or (record.state is EngineState.TRIAL and use.is_trial):
             self._suspect(record, f"{reason} {text}".rstrip())
 
     def doubt(self, use: Use) -> None:
-        """A leg was silent for long, which may be right: the next probe is to see whether the engine generates."""
+        """A leg was silent for long, which may be legitimate: the next probe checks whether the engine generates."""
         use.record.unproven |= not self._speaks(use.record)
 
     def proved(self, use: Use) -> None:
-        """A leg has an answer: the engine generates."""
+        """A leg has an answer, so the engine generates."""
         if use.is_trial or use.record.state is EngineState.NEW:
             self._well(use.record)
 
     def succeeded(self, use: Use) -> None:
-        """A leg's answer is whole."""
+        """A leg's answer is complete."""
         use.record.served_at = self.clock()
         self.proved(use)
         if use.record.state is EngineState.WELL:
             use.record.failures = 0
 
     def pardon(self, urls: Collection[str]) -> None:
-        """One request failed at all of these engines: that was the request, where they answer others."""
+        """One request failed at all of these engines: if they answer others, the request is to blame."""
         now = self.clock()
         for record in map(self.of, urls):
             if len(urls) > 1 and record.state is EngineState.SUSPECT and now - record.served_at < SERVES_S:
@@ -258,7 +259,7 @@ class Health:
                 record.probe_at = min(record.probe_at, now + PROBE_S)
 
     def due(self, url: str) -> bool:
-        """Whether a probe is to begin now; then it has begun, and `probed` or `not_probed` must follow."""
+        """Whether a probe is due. If so, it has begun: the caller must call `probed` or `not_probed`."""
         record = self.of(url)
         if record.is_probing or record.probe_at > self.clock():
             return False
@@ -266,8 +267,8 @@ class Health:
         return True
 
     def probed(self, record: Record, fault: str, *, generates: bool = False, answers: bool = True) -> None:
-        """A probe has ended; `fault` is empty if all was well. `generates`: a token was seen. `answers`: it serves
-        HTTP; one that does not costs nobody anything, so it is asked as often as one that is well."""
+        """A probe has ended; `fault` is empty on success. `generates`: it saw a token. `answers`: the engine serves
+        HTTP. An engine that does not costs no user anything, so it is probed as often as a healthy one."""
         record.is_probing = False
         record.probe_at = self.clock() + PROBE_S * (0.75 + self._chance.random() / 2)
         if fault:
@@ -281,12 +282,13 @@ class Health:
             record.well_at = self.clock()
 
     def not_probed(self, record: Record) -> None:
-        """A probe told nothing: the engine is busy with others, or the fault is ours. The next one comes soon."""
+        """A probe was inconclusive: the engine is busy with others, or the fault is on this side. The next one follows
+        soon."""
         record.is_probing = False
         record.probe_at = self.clock() + FIRST_S
 
     def _warn(self, record: Record, text: str) -> None:
-        """Once in a minute for each engine and state: a client can make engines fail as often as it likes."""
+        """Log once a minute per engine and state: a client can make engines fail as often as it likes."""
         about = f"{text.partition(' (')[0]} {record.url}"
         self._faults.warn(about, printable(f"{self.titled(record.url)} {text}", _MOST_CHARS))
 
@@ -309,4 +311,4 @@ class Health:
         record.state = EngineState.WELL
         record.unproven = False
         record.well_at = self.clock()
-        # Its failures stay counted until a request has succeeded.
+        # Its failures stay counted until a request succeeds.

@@ -1,7 +1,7 @@
-"""Hints of clients: taken out of their requests, and those of controllers about sessions.
+"""Hints of clients, which are removed from their requests, and hints of controllers about sessions.
 
-Names of sessions are clients' own words. Engines and nodes are told digests of them, so that the header `X-Session-ID`
-and the envelope mean the same session by the same name.
+Session names are clients' own words. Engines and nodes get digests of them, so that the header `X-Session-ID` and the
+envelope refer to the same session in the same way.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pdx.errors import SelectionError
 from pdx.proxy.plan import Body
 from pdx.wire.hints import OWN, Envelope, parse
 
-FIELD = "pdx_hints"  # of a request's body
-HEADER = "X-PDX-Hints"  # of its answer
+FIELD = "pdx_hints"  # of a request body
+HEADER = "X-PDX-Hints"  # of the answer
 MAX_BYTES = 16 << 10  # of an envelope
 _SALT = "cache_salt"
 _SALT_BYTES = 64 << 10
-_NOT_READ: list[Any] = []  # no envelope, which is refused as a whole
+_NOT_READ: list[Any] = []  # stands for an envelope that is rejected as a whole
 
 
 def digest(session: str) -> str:
-    """What nodes and engines call the session: of one length, and not what a client may have put into its name."""
+    """The session name that nodes and engines see: of fixed length, and free of whatever a client put into the name."""
     return hashlib.blake2b(session.encode(errors="surrogatepass"), digest_size=16).hexdigest() if session else ""
 
 
 def take(body: Body, session: str) -> tuple[Body, Envelope]:
-    """A client's body without its envelope, and that, with digests for names. `session`: by its header, if it names
-    one; an envelope may name another one."""
+    """Split a client's body into the body without its envelope, and the envelope with session names replaced by
+    digests. `session`: the name in the header, if any; an envelope may name another one."""
     said = body.get(FIELD)
     if FIELD in body:
         body = {name: value for name, value in body.items() if name != FIELD}
@@ -45,7 +45,7 @@ def _salt(body: Body) -> str:
 
 
 def _read(value: Any, most: int, otherwise: Any) -> Any:
-    """The value of a field that nobody has looked at yet."""
+    """Parse a field that is still raw; `otherwise` if it is longer than `most`."""
     if not isinstance(value, Raw):
         return value
     try:
@@ -66,10 +66,10 @@ def _hidden(envelope: Envelope, session: str) -> Envelope:
 
 
 def advice(raw: bytes) -> Envelope:
-    """An envelope of whoever runs the proxy, of any priority, with digests for names; it may have the `cache_salt` of
-    the tenant in it.
+    """Parse an envelope of the proxy's operator: any priority is allowed, session names become digests, and
+    `cache_salt` may select the tenant.
 
-    :raises SelectionError: it is none, or names no session.
+    :raises SelectionError: it is not an envelope, or names no session.
     """
     if len(raw) > MAX_BYTES:
         raise SelectionError(f"the hints have more than {MAX_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""One HTTP request to one engine, with everything that can go wrong with it turned into `LegFailed`."""
+"""One HTTP request to one engine; every way in which it can fail becomes `LegFailed`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from pdx.proxy.health import NO_WORK, UNSENT, Health, Reason, Use, Work
 from pdx.security.reread import Reread
 from pdx.security.secret_file import load_token
 
-# What this process or this host lacks; the engine has not been asked.
+# Resources that this process or host lacks; the engine was not asked.
 OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
-CONNECT_S = 2.0  # a connection to an engine is there by then
+CONNECT_S = 2.0  # time limit for connecting to an engine
 _DRAIN_S = 1.0
-_SMALL_BYTES = 4 << 20  # of what is no user's answer: whether an engine is well, its models, why it refuses
-_WHOLE_BYTES = 256 << 20  # of an answer that is not streamed: far more than any has
-_KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
-_FIELD_BYTES = 1 << 20  # of a header of an engine's answer: vectors that are sent as bytes have all about them there
-# The host of a silent engine is asked after 30 s whether it is there, and lost after 30 s more without an answer.
+_SMALL_BYTES = 4 << 20  # limit for answers that are not a user's: health, model lists, refusals
+_WHOLE_BYTES = 256 << 20  # limit for an answer that is not streamed, far above any real one
+_KEEPALIVE_S = 2.0  # below 5 s, after which vLLM's server closes an idle connection under a request
+_FIELD_BYTES = 1 << 20  # of one header of an engine's answer: it describes vectors sent as bytes
+# TCP keepalive: the host of a silent engine is probed after 30 s, and lost after 30 s more without a reply.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
 def _engine_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket for a connection to an engine: a host that went without a word would be waited for to the limit."""
+    """A socket to an engine, with keepalive: a host that vanished would otherwise be waited for to the limit."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -46,10 +46,10 @@ def _engine_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def engine_tls(ca: str) -> ssl.SSLContext | bool:
-    """How engines at https:// are believed: by the certificates in a file, or by those that the system trusts (of which
-    OpenSSL's SSL_CERT_FILE and SSL_CERT_DIR name others).
+    """TLS settings for engines at https://: trusts the certificates in a file, or those the system trusts (OpenSSL's
+    SSL_CERT_FILE and SSL_CERT_DIR can name others).
 
-    :raises ConfigError: there are none in the file.
+    :raises ConfigError: the file has no certificates.
     """
     if not ca:
         return True
@@ -68,18 +68,18 @@ class _Tokens(msgspec.Struct):
 
 
 class Asked(NamedTuple):
-    """What an engine is sent."""
+    """A request to an engine."""
 
     path: str
-    payload: Payload | None  # None: it has no body
+    payload: Payload | None  # None: no body
     content_type: str = "application/json"
     method: str = "POST"
 
 
 class Answer:
-    """A leg under way, and the engine's answer once its headers have arrived; valid inside `Legs.post`.
+    """A leg in flight and, once its headers have arrived, the engine's answer; valid inside `Legs.post`.
 
-    The engine may be silent for `limit_s`, and once it has begun to answer for `idle_s`.
+    The engine may be silent for `limit_s`, and for `idle_s` once it has begun to answer.
     """
 
     status: int
@@ -88,19 +88,19 @@ class Answer:
 
     def __init__(self, engine: Engine, health: Health, use: Use | None, limit_s: float, idle_s: float) -> None:
         self.engine = engine
-        self.use = use  # None: it counts as no load, and `limit_s` is for the whole of it
+        self.use = use  # None: not counted as load, and `limit_s` covers the whole leg
         self.limit_s = limit_s
         self.since = self.began_at = health.clock()
-        self.doubt_s = float("inf")  # after which silence the engine is asked whether it generates
+        self.doubt_s = float("inf")  # silence after which a probe checks whether the engine generates
         self.waits_for_engine = True
-        self.after: asyncio.Future[Any] | None = None  # until this is done, its silence is no fault of its engine
+        self.after: asyncio.Future[Any] | None = None  # until this is done, silence is not the engine's fault
         self.scope = asyncio.timeout(None)
         self._idle_s = idle_s
         self._health = health
         self._content: aiohttp.StreamReader | None = None
 
     def arrived(self, response: aiohttp.ClientResponse) -> None:
-        """Its head is here; the body is still to be read."""
+        """The answer's head has arrived; its body has not been read."""
         self.status = response.status
         self.content_type = response.content_type
         self.headers = response.headers
@@ -112,17 +112,17 @@ class Answer:
 
     @property
     def failure(self) -> Reason | None:
-        """Why this is no answer; None: it is one, if only that the request is wrong."""
+        """Why this is not a usable answer; None if it is, even if it only says that the request is wrong."""
         if self.status == 429:
             return Reason.STATUS_429
-        if self.status == HTTPStatus.NOT_IMPLEMENTED:  # its model cannot do it
+        if self.status == HTTPStatus.NOT_IMPLEMENTED:  # its model does not support the request
             return None
         if 500 <= self.status <= 599:
             return Reason.STATUS_5XX
         return None if 200 <= self.status <= 299 or 400 <= self.status <= 499 else Reason.REDIRECT
 
     async def read(self, most: int = _WHOLE_BYTES) -> bytes:
-        """The whole body. :raises LegFailed: it did not arrive whole, does not end, or has more than `most` bytes."""
+        """The whole body. :raises LegFailed: it was truncated, does not end, or exceeds `most` bytes."""
         parts: list[bytes] = []
         size = 0
         while part := await self.read_some():
@@ -133,7 +133,7 @@ class Answer:
         return b"".join(parts)
 
     async def read_some(self) -> bytes:
-        """The next bytes, b"" at the end. :raises LegFailed: the engine went away."""
+        """The next bytes, b"" at the end. :raises LegFailed: the engine disconnected."""
         assert self._content is not None
         use = self.use
         if use is not None:
@@ -157,7 +157,7 @@ class Answer:
         return found
 
     async def drain(self) -> None:
-        """Read what nobody waits for, so that the connection can be used again; if that takes long, close it."""
+        """Read and discard the rest so that the connection can be reused; close it if that takes long."""
         assert self._content is not None
         with suppress(aiohttp.ClientError, OSError):
             async with asyncio.timeout(_DRAIN_S):
@@ -166,19 +166,19 @@ class Answer:
 
 
 class Legs:
-    """All legs under way, from `open` on. `end_silent` must be called regularly."""
+    """All legs in flight, from `open` on. `end_silent` must be called regularly."""
 
     session: aiohttp.ClientSession
 
     def __init__(self, health: Health, config: ProxyConfig) -> None:
-        """The clock of `health` tells the seconds in which this process ran: all limits are of those.
+        """The clock of `health` counts only seconds in which this process ran; all limits use it.
 
         :raises ConfigError: see `load_token`.
         """
         self._health = health
         self._clock = health.clock
         self._config = config
-        self.key: Reread[str] | None = None  # that engines are shown
+        self.key: Reread[str] | None = None  # the key shown to engines
         if file := config.engine_key:
             self.key = Reread(partial(load_token, file), file, what="the engines' key")
         self._timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_connect=CONNECT_S)
@@ -186,7 +186,7 @@ class Legs:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Inside, engines can be asked. :raises ConfigError: there are no certificates to believe them by."""
+        """While this context is open, engines can be asked. :raises ConfigError: there are no trusted certificates."""
         connector = aiohttp.TCPConnector(
             limit=0,
             keepalive_timeout=_KEEPALIVE_S,
@@ -223,15 +223,15 @@ class Legs:
         after: asyncio.Future[Any] | None = None,
         work: Work = NO_WORK,
     ) -> AsyncIterator[Answer]:
-        """Send a request and hold its answer; leaving early closes the connection, which makes vLLM abort.
+        """Send a request and hold its answer. Leaving the context early closes the connection, which makes vLLM abort.
 
-        `is_whole`: many tokens are to come in one piece, the first byte with the last one of them.
-        `after`: what the engine waits for; its time to answer begins when that is done.
-        How it ends is told to `Health`, unless the client or this proxy ends it.
+        `is_whole`: the answer is a single body, so its first byte comes with its last token. `after`: what the engine
+        waits for; its time to answer starts when that is done. `Health` is told how the leg ends, unless the client or
+        this proxy ends it.
 
-        :raises LegFailed: also from within, when the time is up.
-        :raises ClientGone: from within, when the client takes nothing.
-        :raises Exhausted: this proxy has no descriptor or port left.
+        :raises LegFailed: also from within, when time is up.
+        :raises ClientGone: from within, when the client stops reading.
+        :raises Exhausted: this proxy is out of descriptors or ports.
         """
         config = self._config
         with self._health.begin(engine.url, work) as use:
@@ -255,9 +255,10 @@ class Legs:
     async def ask(
         self, engine: Engine, path: str, *, headers: Mapping[str, str], timeout_s: float, payload: bytes | None = None
     ) -> tuple[Answer, bytes]:
-        """A small answer, whole in `timeout_s`: GET, or POST of a payload. It is no load, and `Health` is told nothing.
+        """A small answer, read completely within `timeout_s`: GET, or POST if there is a payload. It does not count as
+        load, and `Health` is not told about it.
 
-        :raises LegFailed: or it did not come in time. :raises Exhausted: as `post`.
+        :raises LegFailed: also if it did not arrive in time. :raises Exhausted: as `post`.
         """
         method = "GET" if payload is None else "POST"
         sent = headers if payload is None else {**headers, "Content-Type": "application/json"}
@@ -268,9 +269,9 @@ class Legs:
     async def tokens(
         self, engine: Engine, payload: bytes, *, headers: Mapping[str, str], timeout_s: float
     ) -> list[int]:
-        """What an engine makes of a text or a conversation.
+        """The tokens that an engine makes of a text or a conversation.
 
-        :raises LegFailed, Exhausted: as `ask`. :raises ProtocolError: it makes no tokens of that.
+        :raises LegFailed, Exhausted: as `ask`. :raises ProtocolError: the answer has no tokens.
         """
         answer, raw = await self.ask(engine, "/tokenize", headers=headers, timeout_s=timeout_s, payload=payload)
         if answer.status != HTTPStatus.OK:
@@ -281,7 +282,7 @@ class Legs:
             raise ProtocolError(str(error)) from error
 
     async def _check(self, answer: Answer) -> None:
-        """:raises LegFailed: it is none, or another engine may give a better one."""
+        """:raises LegFailed: it is no answer, or another engine may give a better one."""
         is_locked = answer.status == HTTPStatus.UNAUTHORIZED and self._config.is_keyed
         if (reason := Reason.UNAUTHORIZED if is_locked else answer.failure) is not None:
             refusal = Refusal(answer.status, await answer.read(_SMALL_BYTES), answer.content_type, answer.headers)
@@ -291,7 +292,7 @@ class Legs:
     async def _sent(
         self, leg: Answer, method: str, path: str, *, payload: Payload | None, headers: Mapping[str, str]
     ) -> AsyncIterator[None]:
-        """The request is sent, and inside the block its answer is there, within the time it may take."""
+        """Send the request; inside the block its answer has arrived, within its time limit."""
         try:
             async with leg.scope:
                 self._under_way.add(leg)
@@ -301,7 +302,7 @@ class Legs:
                         leg.arrived(response)
                         yield
                     finally:
-                        response.close()  # nothing, if the body was read to its end: the connection is in its pool
+                        response.close()  # a no-op if the body was read to its end: the connection is back in its pool
                 finally:
                     self._under_way.discard(leg)
         except TimeoutError as error:
@@ -328,7 +329,7 @@ class Legs:
                     allow_redirects=False,
                 )
             except aiohttp.ConnectionTimeoutError as error:
-                # Where this process stood still, the engine may have answered meanwhile, and nobody looked.
+                # While this process was suspended, the engine may have answered without anyone reading it.
                 if self._clock() - began_at >= CONNECT_S:
                     raise failed(Reason.CONNECT_TIMEOUT, engine) from error
             except (aiohttp.ClientError, OSError) as error:

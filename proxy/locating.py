@@ -1,4 +1,4 @@
-"""Finds out what is known of a prompt before it is placed: its tokens, and which node has how many of them."""
+"""Finds out what is known about a prompt before it is placed: its tokens, and how many of them each node has."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from pdx.telemetry.env import Env
 from pdx.telemetry.recent import remember
 from pdx.wire.tokens import each_chunk_key, number_of
 
-FIND_S = 0.02  # for the tokens of a prompt; a request that would wait longer is placed without
-MOST_IDS = 1 << 18  # of a prompt: to read more of them would keep everybody waiting
-_AT_ONCE = 8  # keys of chunks that are made before others have their turn
-SESSIONS = 100_000  # that are remembered
-_TOKENIZED = {  # fields of a request that decide what its tokens are
+FIND_S = 0.02  # time limit for tokenizing a prompt; a request that would wait longer is placed without tokens
+MOST_IDS = 1 << 18  # of a prompt: reading more ids would block the event loop
+_AT_ONCE = 8  # keys of chunks that are computed before other requests get their turn
+SESSIONS = 100_000  # remembered sessions
+_TOKENIZED = {  # request fields that affect tokenization
     Route.COMPLETIONS: ("model", "prompt", "add_special_tokens"),
     Route.CHAT: (
         *("model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
         *("continue_final_message", "add_special_tokens", "mm_processor_kwargs"),
     ),
 }
-# In messages: what an engine would fetch and look at once more, and what is in no key that is made here.
+# In messages: content that an engine would fetch or process again, and that is in no key computed here.
 _MEDIA = re.compile(rb'"(?:input_)?(?:image|audio|video|file)[a-z_]*"\s*:')
 
 
 class Locating:
-    """One thread, the event loop's."""
+    """Runs on the event loop's thread."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Locating:
         instances: Instances,
         chunks: Following | None,
     ) -> None:
-        """`instances`: how engines name chunks. `chunks`: what nodes tell of theirs."""
+        """`instances`: how engines name chunks. `chunks`: the index of what nodes have."""
         self._routing = config.routing
         self._split_tokens = config.min_split_tokens
         self._engines = engines
@@ -71,7 +71,7 @@ class Locating:
         self._sessions: OrderedDict[str, Prompt] = OrderedDict()  # their last turns
 
     async def locate(self, exchange: Exchange) -> None:
-        """Note what is known of a request's prompt, in at most FIND_S."""
+        """Record what is known about a request's prompt, within FIND_S."""
         last = self._sessions.get(exchange.hints.session) if exchange.hints.session else None
         if self._routing is Routing.SESSION:
             exchange.prompt = last
@@ -80,15 +80,15 @@ class Locating:
         engines = serving(self._engines.all(), self._health, exchange.model)
         nbytes = prompt_bytes(exchange.route, exchange.body)
         longest = max((engine.facts.max_model_len for engine in engines if engine.facts is not None), default=nbytes)
-        # A picture in its bytes has few tokens: by its length an engine would be busy for minutes.
+        # An inline image is many bytes but few tokens: judged by its length, it would keep an engine busy for minutes.
         estimate = min(nbytes // BYTES_PER_TOKEN, longest)
         exchange.prompt = Prompt(estimate, last.hits if last is not None else {})
-        if len({engine.node for engine in engines} - {""}) < 2:  # all find the same
+        if len({engine.node for engine in engines} - {""}) < 2:  # all would find the same
             return
         try:
             exchange.prompt = await self._found(exchange, engines) or exchange.prompt
         except (TimeoutError, LegFailed, Exhausted, ProtocolError, SelectionError, ValueError, RecursionError):
-            # Or the client or the engine has sent nonsense, which is for an engine to refuse.
+            # Otherwise the client or the engine sent nonsense, which is for an engine to reject.
             self._counters["placed_without_tokens"] += 1
         finally:
             exchange.prompt = paced(exchange.prompt, [self._health.of(engine.url) for engine in engines])
@@ -96,11 +96,11 @@ class Locating:
     async def _found(self, exchange: Exchange, engines: Sequence[Engine]) -> Prompt | None:
         models = {base_url(model.url): model for model in self._instances.models() if model.url}
         able = [engine for engine in engines if engine.url in models]
-        is_cut = exchange.body.get("truncate_prompt_tokens") is not None  # then its chunks are other ones
+        is_cut = exchange.body.get("truncate_prompt_tokens") is not None  # a truncated prompt has other chunks
         if exchange.route not in _TOKENIZED or not able or self._chunks is None or is_cut:
             return None
         engine = min(able, key=self._asked_first)
-        if exchange.model in self._health.of(engine.url).adapters:  # whose chunks have other keys
+        if exchange.model in self._health.of(engine.url).adapters:  # an adapter's chunks have other keys
             return None
         async with asyncio.timeout(FIND_S):
             tokens = await self._tokens(exchange, engine)
@@ -121,7 +121,7 @@ class Locating:
         return Prompt(len(tokens), {node: lead * per_chunk for node, lead in leads.items()}, per_chunk)
 
     def _asked_first(self, engine: Engine) -> tuple[bool, int, int]:
-        """Each text without tokens puts its engine behind the others: one that hangs is asked as seldom."""
+        """A sort key: every text an engine fails to tokenize moves it back, so one that hangs is seldom asked."""
         record = self._health.of(engine.url)
         return record.avoided, record.untold, record.in_flight
 
@@ -147,12 +147,13 @@ class Locating:
         return cost(self._routing, engine, record, prompt)
 
     def has_all(self, exchange: Exchange, engine: Engine) -> bool:
-        """Whether so little of the prompt is missing at this engine that another one need not prefill it."""
+        """Whether so little of the prompt is missing at this engine that no other engine need prefill it."""
         prompt = exchange.prompt
         return prompt is not None and prompt.chunk_tokens > 0 and prompt.missing(engine.node) < self._split_tokens
 
     def chosen(self, exchange: Exchange, engine: Engine) -> None:
-        """This engine is to compute what is missing of the prompt: it counts as there from now on."""
+        """Record that this engine is about to compute the missing part of the prompt, so that it counts as there from
+        now on."""
         prompt, is_known = exchange.prompt, any(node == engine.node for node, _ in exchange.coming)
         if prompt is None or exchange.keys is None or not engine.node or is_known:
             return
@@ -160,7 +161,7 @@ class Locating:
         exchange.coming.append((engine.node, self._coming.add(engine.node, exchange.keys, first)))
 
     def work(self, exchange: Exchange, engine: Engine, *, decodes: bool) -> Work:
-        """What a leg has this engine do with the prompt."""
+        """The work this engine has with the prompt in a leg."""
         prompt = exchange.prompt
         if prompt is None or (decodes and exchange.mode is not Mode.ALONE):
             return NO_WORK
@@ -169,14 +170,14 @@ class Locating:
 
     @staticmethod
     def told(exchange: Exchange, leg: Body, engine: Engine, *, decodes: bool) -> Body:
-        """The leg for this engine, told where what lacks on its node may be, and of the future of its chunks.
+        """The leg's body for this engine, with where missing chunks can be fetched, and with hints about its chunks.
 
-        Only a decode leg may go to an engine that PDX is not known to be in: others may not take transfer parameters.
+        Transfer parameters go only to engines known to run PDX, except in decode legs: other engines may reject them.
         """
         params: Body = {}
         is_pushed = decodes and "kv_transfer_params" in leg
         prefilled_at = exchange.planned.prefiller.node if exchange.planned is not None else ""
-        if is_pushed and prefilled_at not in ("", engine.node):  # what does not arrive can be asked for there
+        if is_pushed and prefilled_at not in ("", engine.node):  # chunks that do not arrive can be fetched from there
             params["prefill_node"] = prefilled_at
         if engine.node and not engine.detached:
             better = exchange.prompt.better(engine.node) if exchange.prompt is not None else ""
@@ -187,7 +188,7 @@ class Locating:
         return body.told(leg, params)
 
     def over(self, exchange: Exchange) -> None:
-        """The nodes of its engines have its prompt now, as far as it was answered."""
+        """Record that the nodes of the request's engines now have its prompt, as far as it was answered."""
         for node, keys in exchange.coming:
             self._coming.over(node, keys)
         if exchange.hints.session and exchange.used and self._routing in (Routing.SESSION, Routing.PREFIX):

@@ -23,21 +23,21 @@ from pdx.wire.verbs import VERBS
 
 
 class Outcome(StrEnum):
-    """How a request ended."""
+    """The outcome of a request."""
 
     OK = "ok"
     BAD_REQUEST = "bad_request"  # refused by this proxy
-    LIMITED = "limited"  # refused by this proxy, because it or its client has too many
+    LIMITED = "limited"  # refused by this proxy because it or the client has too many requests
     CLIENT_ERROR = "client_error"  # refused by an engine
     ENGINE_ERROR = "engine_error"  # an engine answered with a 5xx
     BROKEN = "broken"  # an engine died or did not end its answer
     UNAVAILABLE = "unavailable"  # no engine could be reached
     CLIENT_GONE = "client_gone"
-    STOPPED = "stopped"  # this proxy was told to end, and did not wait any longer
-    INTERNAL = "internal"  # a fault of this proxy
+    STOPPED = "stopped"  # this proxy was shutting down and stopped waiting
+    INTERNAL = "internal"  # a bug in this proxy
 
 
-# What counters count, by their labels: each has a series from the start, so that the first event counts for `rate`.
+# Label values of each counter: every series exists from the start, so that `rate` sees the first event.
 _PREFILL_FAILED = [f"prefill_{reason}" for reason in (*Reason, "exhausted", "internal")]
 _FALLBACKS = ["no_prefiller", "layouts", "detached", *_PREFILL_FAILED]
 _NOT_FORWARDED = [
@@ -63,11 +63,11 @@ _EVENTS = [
 
 
 class Metrics(Collector):
-    """Counters and histograms. What the parts count that know nothing of metrics is read where it lies: engines and
-    events come and go, and their series go with them."""
+    """Counters and histograms. What other parts count without knowing about metrics is read at scrape time: engines and
+    events come and go, and so do their series."""
 
     def __init__(self, env: Env, *, engines: Engines, dropped: Mapping[str, int]) -> None:
-        """`dropped`: what nodes said in vain, by reason."""
+        """`dropped`: counts of messages from nodes that were not accepted, by reason."""
         self._engines = engines
         self._health = engines.health
         self._events = env.counters
@@ -93,7 +93,7 @@ class Metrics(Collector):
         self.reports = counter("reports")
         self.waiting = Gauge("pdx_proxy_waiting", METRICS["pdx_proxy_waiting"].text, registry=self.registry)
         served = [(route, mode) for route in Route for mode in modes(route)]
-        # All of their series, so that the first request counts for `rate`, and none has to look for its own.
+        # Creates all series now, so that `rate` sees the first request, and requests need not look theirs up.
         self.ttft = {each: timings["pdx_proxy_ttft_seconds", *each] for each in served}
         self.duration = {each: timings["pdx_proxy_request_seconds", *each] for each in served}
         self.itl = {mode: timings["pdx_proxy_itl_seconds", mode] for mode in Mode}
@@ -104,7 +104,7 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Those that lie elsewhere."""
+        """The metrics that are read elsewhere."""
         listed = [(each, self._health.of(each.url)) for each in self._engines.all()]
         roles = {
             ("prefill",): sum(engine.prefills for engine, _ in listed),

@@ -1,9 +1,9 @@
-"""Work on large texts in steps, between which other requests have their turn; and where the values of a large JSON
-object or list begin and end.
+"""Work on large texts in steps, between which other requests get their turn; and finding where the values of a large
+JSON object or list begin and end.
 
-As in simdjson, the bytes that matter (quotes, backslashes, brackets) are marked by a table; then whether a byte is in a
-string, and how deep it lies, are running sums. All else in a value is passed by, so a text that is no JSON has an
-outline, too. But of a text that a reader of JSON takes, the outline is what that reader finds.
+As in simdjson, a table marks the significant bytes (quotes, backslashes, brackets); whether a byte is inside a string,
+and how deeply it is nested, are running sums. Everything else in a value is skipped, so invalid JSON has an outline,
+too. But for text that a JSON parser accepts, the outline matches that parser's result.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy as np
 
 from pdx.errors import RequestRefused
 
-STEP = 64 << 10  # even, see the cut of backslashes
+STEP = 64 << 10  # even; see how backslashes are cut
 _QUOTE, _BACKSLASH, _OPEN, _CLOSE = 1, 2, 3, 4
 _KINDS = {ord('"'): _QUOTE, ord("\\"): _BACKSLASH, **dict.fromkeys(b"[{", _OPEN), **dict.fromkeys(b"]}", _CLOSE)}
 _KIND = bytes(_KINDS.get(byte, 0) for byte in range(256))
-_DEEPER = np.array([0, 0, 0, 1, -1], np.int8)  # by kind
+_DEEPER = np.array([0, 0, 0, 1, -1], np.int8)  # depth change, by kind
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 
 
 async def in_turns(steps: Steps[T]) -> T:
-    """The result; the event loop serves others between the steps."""
+    """Run the steps and return their result; the event loop serves others between steps."""
     while True:
         try:
             next(steps)
@@ -37,7 +37,7 @@ async def in_turns(steps: Steps[T]) -> T:
 
 
 def at_once(steps: Steps[T]) -> T:
-    """The result; nothing else happens meanwhile."""
+    """Run the steps without a break and return their result."""
     while True:
         try:
             next(steps)
@@ -46,7 +46,7 @@ def at_once(steps: Steps[T]) -> T:
 
 
 def outline(raw: bytes | bytearray | memoryview, most: int) -> Steps[list[tuple[int, int]]]:
-    """Begin and end of each string (names are some), list and object directly in the outermost one, in their order.
+    """Begin and end of each string (including names), list and object directly inside the outermost value, in order.
 
     :raises RequestRefused: there are more than `most`.
     """
@@ -56,7 +56,7 @@ def outline(raw: bytes | bytearray | memoryview, most: int) -> Steps[list[tuple[
         if at:
             yield
         piece = bytes(view[at : at + STEP])
-        piece = piece.rstrip(b"\\") or piece  # no run of backslashes is cut at an odd place
+        piece = piece.rstrip(b"\\") or piece  # never split a run of backslashes at an odd position
         where, kinds = _marked(piece)
         quotes = kinds == _QUOTE
         inside = (np.cumsum(quotes) - quotes + in_string) & 1
@@ -72,7 +72,7 @@ def outline(raw: bytes | bytearray | memoryview, most: int) -> Steps[list[tuple[
 
 
 def _marked(piece: bytes) -> tuple[Array, Array]:
-    """Where brackets and quotes that are not escaped are, and of which kind each is."""
+    """Positions and kinds of brackets and unescaped quotes."""
     kinds = np.frombuffer(piece.translate(_KIND), np.uint8)
     where = np.flatnonzero(kinds)
     kinds = kinds[where]
@@ -82,7 +82,7 @@ def _marked(piece: bytes) -> tuple[Array, Array]:
     index = np.arange(len(where))
     behind = np.zeros(len(where), bool)  # directly behind a backslash
     behind[1:] = slashes[:-1] & (np.diff(where) == 1)
-    begins = np.maximum.accumulate(np.where(slashes & ~behind, index, 0))  # of the last run of backslashes
+    begins = np.maximum.accumulate(np.where(slashes & ~behind, index, 0))  # start of the latest run of backslashes
     escaped = behind.copy()
     escaped[1:] &= (index[1:] - begins[:-1]) % 2 == 1
     kept = ~(slashes | (escaped & (kinds == _QUOTE)))

@@ -1,7 +1,7 @@
-"""How one request is served, decided from its body and from what its engines add to it. Pure.
+"""Decides how one request is served, from its body and from what its engines add to it. Pure.
 
-What is not known to be safe is not done: a field nobody has thought about keeps a completion out of `forward`,
-and a body that looks wrong goes to one engine as it is, which then gives its own answer to it.
+Only what is known to be safe is done: an unknown field keeps a completion out of `forward`, and a malformed body goes
+to one engine unchanged, which then answers it as it would without the proxy.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from pdx.proxy.outline import STEP, Steps, at_once, outline
 from pdx.proxy.routes import Route
 from pdx.wire.messages import EngineFacts
 
-Body = dict[str, Any]  # by field: its value, or the JSON of what is not looked at (see `body.parsing`)
+Body = dict[str, Any]  # values by field; fields that are not inspected stay raw JSON (see `body.parsing`)
 
-FORWARD_BYTES = 1 << 20  # of a prompt: the prefill engine sends all its token ids back, which takes everybody's time
-ONE_TOKEN = "one_token"  # why a request goes to one engine, and to one that prefills: that is all it has to do
+FORWARD_BYTES = 1 << 20  # of a prompt: the prefill engine returns all its token ids, which would block the event loop
+ONE_TOKEN = "one_token"  # why a request goes to one engine, one that prefills: it needs no more
 XARGS = "vllm_xargs"
 BYTES_PER_TOKEN = 4  # of text, roughly
-_MOST_PROMPTS = 1024  # of a request that is shared
-_CONTENT_PARTS = re.compile(rb'"content"\s*:\s*\[')  # text in parts, or pictures: few bytes may be many tokens
+_MOST_PROMPTS = 1024  # of a request that may be split
+_CONTENT_PARTS = re.compile(rb'"content"\s*:\s*\[')  # content in parts, possibly images: few bytes may be many tokens
 _CONTROL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 _BRACKETS = (ord("["), ord("]"))
-_SPACE_BYTES = 4096  # no longer is what separates values
+_SPACE_BYTES = 4096  # limit for whitespace between values
 _IN_IDS = b"0123456789- \t\r\n"
 _SEVERAL = re.compile(rb'\[\s*[\["]')
 _SOMETHING = re.compile(rb"\[\s*[^\]\s]")
-_TEXT = re.compile(rb'\[\s*[^\]\s]|"[^"]')  # or a list with something in it
-# Tools that engines call themselves, and then go on with a prompt that is another one.
+_TEXT = re.compile(rb'\[\s*[^\]\s]|"[^"]')  # or a non-empty list
+# Tools that engines call themselves, continuing with a different prompt afterwards.
 _BUILT_IN = re.compile(rb'"type"\s*:\s*"(mcp|code_interpreter|container|web_search)')
 _TOOLS_BYTES = 1 << 20
 
@@ -44,31 +44,31 @@ class Mode(StrEnum):
     """How the two legs share the work."""
 
     ALONE = "alone"  # one engine does everything
-    FORWARD = "forward"  # the first token is of whichever leg has it first, all others are the decode leg's
-    SAMPLED = "sampled"  # all tokens are the decode leg's
+    FORWARD = "forward"  # the first token comes from whichever leg has it first, all others from the decode leg
+    SAMPLED = "sampled"  # all tokens come from the decode leg
 
 
 def modes(route: Route) -> list[Mode]:
-    """Those in which requests of a route may be served."""
+    """The modes in which requests of this route may be served."""
     if route is Route.WHOLE:
         return [Mode.ALONE]
     return [mode for mode in Mode if mode is not Mode.FORWARD or route.forwards]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The mode, and why it is not a faster one ("" for forward)."""
+    """A mode, and why it is not a faster one ("" for forward)."""
 
     mode: Mode
     why: str = ""
-    least_length: int = 0  # a model that takes less than so many tokens refuses the prompt
-    prompts: int = 1  # that one request has
+    least_length: int = 0  # the prompt has at least this many tokens: a model with a smaller limit rejects it
+    prompts: int = 1  # number of prompts in the request
 
 
-Prompt = tuple[int, int]  # a completion's only one: its bytes, as it was written, and how many ids it is; 0: it is text
+Prompt = tuple[int, int]  # a completion's single prompt: size in bytes as written, and number of ids; 0 ids: it is text
 
 
 def strip_control(body: Body) -> tuple[Body, bool]:
-    """`body` without fields that steer transfers, and whether there were any. Only this proxy may set those.
+    """The body without fields that control transfers, which only the proxy may set, and whether it had any.
 
     vLLM also reads them from `vllm_xargs`, where a value of the wrong type would even reach the scheduler.
     """
@@ -82,15 +82,15 @@ def strip_control(body: Body) -> tuple[Body, bool]:
 
 
 def model_of(body: Body) -> str | None:
-    """The name of the model that it asks for; None: it names none."""
+    """The requested model; None if the body names none."""
     name = body.get("model")
     return name if isinstance(name, str) else None
 
 
 def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Plan]:
-    """The fastest mode in which the answer is certain to be the one a single engine would give.
+    """The fastest mode whose answer is guaranteed to equal a single engine's.
 
-    Nothing is gained by two legs for one token (`ONE_TOKEN`), nor for a prompt of less than `min_split_tokens`.
+    Two legs gain nothing for one token (`ONE_TOKEN`), or for a prompt below `min_split_tokens`.
     """
     for name, acceptable in _SPLITTABLE.items():
         if not acceptable(body.get(name)):
@@ -112,10 +112,10 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
         return Plan(Mode.ALONE, "short_prompt", least_length)
     if nbytes > FORWARD_BYTES:
         return Plan(Mode.SAMPLED, "prompt_size", least_length)
-    if not body.get("stream"):  # what comes in one piece comes with its last token
+    if not body.get("stream"):  # a body in one piece arrives with its last token anyway
         return Plan(Mode.SAMPLED, "stream", least_length)
     if not _number(0)(body.get("temperature")):
-        # Each leg draws a token of its own. One seed for both would have whole batches sampled slower (ADR 73).
+        # Each leg samples a token of its own. A shared seed would slow down sampling of whole batches (ADR 73).
         return Plan(Mode.SAMPLED, "temperature", least_length)
     for name, value in body.items():
         if value is not None and not (name in _FORWARD and _FORWARD[name](value)):
@@ -124,9 +124,10 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
 
 
 def check_length(plan: Plan, facts: Sequence[EngineFacts | None]) -> None:
-    """What no engine takes goes to none: a list of ids is long before it is read. `facts`: of each that may serve it.
+    """Reject prompts that no engine accepts: a list of ids is known to be too long before it is parsed. `facts`: of the
+    engines that may serve the request.
 
-    :raises RequestRefused: in an engine's words.
+    :raises RequestRefused: worded as an engine would.
     """
     limits = [each.max_model_len for each in facts if each is not None]
     if not facts or len(limits) < len(facts) or (count := plan.least_length) <= (limit := max(limits)):
@@ -157,7 +158,7 @@ def _planned_chat(route: Route, body: Body, min_split_tokens: int) -> Plan:
     pattern = _SOMETHING if route is not Route.RESPONSES else _TEXT
     if not isinstance(messages, Raw) or pattern.match(memoryview(messages)[:_SPACE_BYTES]) is None:
         return Plan(Mode.ALONE, route.prompt[0])
-    if route is Route.MESSAGES and token_limit(route, body) is None:  # which an engine refuses
+    if route is Route.MESSAGES and token_limit(route, body) is None:  # engines reject it
         return Plan(Mode.ALONE, "max_tokens")
     tools = body.get("tools") if route is Route.RESPONSES else None
     if isinstance(tools, Raw) and _BUILT_IN.search(memoryview(tools)[:_TOOLS_BYTES]) is not None:
@@ -165,18 +166,18 @@ def _planned_chat(route: Route, body: Body, min_split_tokens: int) -> Plan:
     if token_limit(route, body) == 1:
         return Plan(Mode.ALONE, ONE_TOKEN)
     is_short = prompt_bytes(route, body) // BYTES_PER_TOKEN < min_split_tokens
-    if is_short and _CONTENT_PARTS.search(memoryview(messages)) is None:  # else it is more than text
+    if is_short and _CONTENT_PARTS.search(memoryview(messages)) is None:  # otherwise it is more than text
         return Plan(Mode.ALONE, "short_prompt")
     return Plan(Mode.SAMPLED, "chat")
 
 
 def prompt_bytes(route: Route, body: Body) -> int:
-    """All that the prompt is made of, as it was written."""
+    """The size of everything the prompt is made of, as written."""
     return sum(len(memoryview(body[name])) for name in route.prompt if isinstance(body.get(name), Raw))
 
 
 def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | None, prompt_tokens: int = 0) -> str:
-    """Why a body that may be forwarded is not by these engines, whose own defaults no body shows; "" if it is."""
+    """Why these engines, whose defaults the body does not show, rule out `forward` for this body; "" if they do not."""
     if prefill is None or decode is None:
         return "engine_unknown"
     if prefill.looks_back or decode.looks_back:
@@ -185,20 +186,20 @@ def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | N
         return "engine_stops_short"
     limit = forward_limit(body, decode)
     if (body.get("min_tokens") or 0) > limit:
-        return "min_tokens"  # which an engine refuses
-    # Else a continuation would have no token to make, or no place for it.
+        return "min_tokens"  # an engine would reject it
+    # Otherwise a continuation would have no token to generate, or no room for it.
     return "near_ceiling" if limit == 1 or prompt_tokens + limit > decode.max_model_len else ""
 
 
 def forward_limit(body: Body, decode: EngineFacts | None) -> int:
-    """The most tokens in the answer to a body of mode `forward`."""
+    """The maximum number of tokens in the answer to a body of mode `forward`."""
     limit = token_limit(Route.COMPLETIONS, body)
     assert limit is not None
     return min(limit, decode.max_new_tokens) if decode is not None and decode.max_new_tokens else limit
 
 
 def token_limit(route: Route, body: Body) -> int | None:
-    """The most tokens the client wants; None: as many as fit. Only for a body that may be split."""
+    """The maximum number of tokens the client wants; None: as many as fit. Only for a body that may be split."""
     for name in route.limits:
         if (limit := body.get(name)) is not None:
             return limit  # type: ignore[no-any-return]
@@ -206,7 +207,7 @@ def token_limit(route: Route, body: Body) -> int | None:
 
 
 def single_prompt(prompt: Any) -> Steps[Prompt | None]:
-    """The one prompt in a completion's `prompt`; None: several, none, or nothing one could tell."""
+    """The single prompt in a completion's `prompt`; None if there are several, none, or it cannot be told."""
     if not isinstance(prompt, Raw):
         return None
     view = memoryview(prompt)
@@ -237,7 +238,7 @@ def _only(items: memoryview) -> Steps[memoryview | None]:
 
 
 def _several(prompts: Raw) -> Steps[int]:
-    """How many prompts a list has; 0: it is none of texts or of lists of ids, or has too many."""
+    """The number of prompts in a list; 0 if it is not a list of texts or of lists of ids, or has too many."""
     view = memoryview(prompts)
     if _SEVERAL.match(view[:_SPACE_BYTES]) is None:
         return 0
@@ -249,7 +250,7 @@ def _several(prompts: Raw) -> Steps[int]:
 
 
 def token_count(ids: Raw | memoryview) -> int | None:
-    """How many numbers a JSON list of whole numbers has; None: it is something else, or empty. Without reading them."""
+    """The number of elements in a JSON list of integers, without parsing it; None if it is something else, or empty."""
     return at_once(_counting(memoryview(ids)))
 
 
@@ -306,13 +307,13 @@ def _anything(value: Any) -> bool:
     return True
 
 
-# Whoever fails one of these goes to one engine as it is.
+# A body that fails one of these checks goes to one engine unchanged.
 _SPLITTABLE: dict[str, Callable[[Any], bool]] = {
     "n": _at_least(1),
     "best_of": _one,
     "use_beam_search": _false,
     "echo": _false,
-    "prompt_logprobs": _absent,  # an engine asked for them saves and finds nothing of the prompt
+    "prompt_logprobs": _absent,  # an engine asked for them neither saves nor loads KV of the prompt
     "prompt_embeds": _empty,
     "suffix": _absent,
     # -1 means "as many as fit beside the answer", which the prefill leg's shorter answer would change.
@@ -323,36 +324,36 @@ _SPLITTABLE: dict[str, Callable[[Any], bool]] = {
     "max_completion_tokens": _at_least(1),
     "max_output_tokens": _at_least(1),
     "min_tokens": _at_least(0),
-    # Of responses: what another engine does not have, what is answered before it is made, and -1 as above.
+    # In responses: state that other engines lack, answers given before they are generated, and -1 as above.
     "previous_response_id": _absent,
     "background": _false,
     "truncation": lambda value: value in (None, "disabled"),
 }
 
-# The values (other than null) with which the decode engine, given prompt + first token, continues exactly as it
-# would have after sampling that token itself. So it is asked to where it samples another one than the client has.
+# The values (other than null) with which the decode engine, given prompt + first token, continues exactly as if it
+# had sampled that token itself. It is asked to do so when it samples another token than the client was sent.
 _FORWARD: dict[str, Callable[[Any], bool]] = {
-    # The same at every step, or only a name. A bad value is refused by the prefill leg, which has it too.
+    # The same at every step, or only a name. The prefill leg has the field too, and rejects a bad value.
     **dict.fromkeys(
         ("model", "prompt", "temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "user")
         + ("seed", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "priority")
         + ("request_id", "session_id", "cache_salt", "stream", "stream_interval"),
         _anything,
     ),
-    # The prefill leg does not have these, and the first event is sent before the decode leg's engine has read them.
+    # The prefill leg lacks these, and the first event is sent before the decode leg's engine has validated them.
     "stream_options": lambda value: all(
         each is None or (name in _STREAM_OPTIONS and isinstance(each, bool)) for name, each in value.items()
     ),
     "add_special_tokens": _anything,  # the decode leg gets token ids
     "max_tokens": _anything,  # one less on the decode leg
     "min_tokens": _anything,  # likewise
-    "length_penalty": _anything,  # of beam search only
+    "length_penalty": _anything,  # only for beam search
     "n": _one,
     "best_of": _one,
     "use_beam_search": _false,
     "echo": _false,
     "prompt_embeds": _empty,
-    # These look at the tokens generated so far; to the decode leg the first one would be prompt.
+    # These depend on the tokens generated so far; for the decode leg, the first one would be prompt.
     "presence_penalty": _number(0),
     "frequency_penalty": _number(0),
     "repetition_penalty": _number(1),
@@ -362,9 +363,9 @@ _FORWARD: dict[str, Callable[[Any], bool]] = {
     "response_format": lambda value: value == {"type": "text"},
     "thinking_token_budget": _absent,
     "watermarking": _false,
-    "stop": _empty,  # may lie across the first token's end
+    "stop": _empty,  # may span the end of the first token
     "spaces_between_special_tokens": lambda value: value is True,
-    # These describe every token, the first one included.
+    # These describe every token, including the first.
     "logprobs": _absent,
     "logprob_token_ids": _empty,
     "return_token_ids": _false,
@@ -375,14 +376,14 @@ _FORWARD: dict[str, Callable[[Any], bool]] = {
     "vllm_xargs": _empty,
 }
 
-_KNOWN = frozenset(_FORWARD)  # names from outside never become labels
-# Numbers, and what is true or false, in any form that engines take.
+_KNOWN = frozenset(_FORWARD)  # client-supplied names never become labels
+# Numbers and booleans, in any form that engines accept.
 WHOLE = (
     *("n", "best_of", "min_tokens", "truncate_prompt_tokens"),
     *("max_tokens", "max_completion_tokens", "max_output_tokens"),
 )
 SWITCHES = ("stream", "echo", "use_beam_search", "background")
-# The values of these decide; of all others it matters at most whether they are null.
+# The values of these matter; of all others at most whether they are null.
 LOOKED_AT = frozenset(
     [*_SPLITTABLE, *(name for name, check in _FORWARD.items() if check is not _anything)]
     + ["model", "temperature", "request_id", XARGS]

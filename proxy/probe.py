@@ -1,5 +1,5 @@
-"""What engines are asked beside requests: whether they serve (GET /health every few seconds, one token where requests
-have failed), and which models they have.
+"""Requests to engines beside those of clients: whether they serve (GET /health every few seconds, one token after a
+request failed), and which models they have.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from pdx.proxy.reply import error_body
 from pdx.telemetry.env import Env
 from pdx.telemetry.recent import remember
 
-_AT_ONCE = 64  # GET /health under way; where hosts are gone, each takes 5 s
+_AT_ONCE = 64  # concurrent GET /health; if hosts are gone, each takes 5 s
 _ANSWER_S = 5.0
-_LISTED_S = 30.0  # an engine that is well is asked for its models so often: in its log each time is a line
+_LISTED_S = 30.0  # how often a healthy engine is asked for its models: each time adds a line to its log
 _ONE_TOKEN = b'{"prompt":"a","max_tokens":1,"temperature":0,"stream":false}'
 _GOOD_S = 3.0
 _LIST_S = 2.0
-_ALL_S = 4.0  # no further engine is asked later than that
-_MOST_KEPT = 64  # answers, one for each Authorization: engines may show different clients different models
+_ALL_S = 4.0  # no further engine is asked after this
+_MOST_KEPT = 64  # answers, one per Authorization header: engines may show different models to different clients
 _LISTS_AT_ONCE = 16
-_AGAIN_S = 1.0  # a list is asked for so long after it did not have the name of a request's model
+_AGAIN_S = 1.0  # delay before a list is asked for again that lacked a requested model
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 class _Kept:
-    """One client's answer, and the lock of who asks for it."""
+    """The answer for one client, and a lock held while it is asked for."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -47,10 +47,9 @@ class _Kept:
 
 
 class Probes:
-    """Asks engines whether they are well, when `look` finds that due, and for their lists of models: for clients, whose
-    answer is kept for a few seconds, and to know which engine has the model of a request (`Record.models`). Engines
-    that want a key are asked for those with the client's.
-    """
+    """Probes engines when `look` finds it due, and fetches their lists of models: for clients, whose answer is kept for
+    a few seconds, and to find out which engine has a requested model (`Record.models`). Engines that require a key are
+    asked for their lists with the client's key."""
 
     def __init__(self, engines: Engines, legs: Legs, env: Env, *, first_byte_timeout_s: float) -> None:
         self._health = engines.health
@@ -61,10 +60,10 @@ class Probes:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._tasks: set[asyncio.Task[object]] = set()
         self._probe_slots = asyncio.Semaphore(_AT_ONCE)
-        self._list_slots = asyncio.Semaphore(_LISTS_AT_ONCE)  # of all clients together, beside one engine for each
+        self._list_slots = asyncio.Semaphore(_LISTS_AT_ONCE)  # for all clients together; besides, one per engine
 
     def look(self) -> None:
-        """Begin what is due."""
+        """Start the probes that are due."""
         for engine in self._engines.all():
             if self._health.due(engine.url):
                 self._begin(self._probe(engine))
@@ -77,7 +76,7 @@ class Probes:
     def _ended(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # of a list: what this process lacks, the request's legs find out, too
+            task.exception()  # of a list: if this process lacks resources, the request's legs will notice
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -107,7 +106,7 @@ class Probes:
                 self._health.probed(record, "")
         except LegFailed as failure:
             if failure.reason is Reason.TIMEOUT and record.heard_at >= began_at:
-                self._health.not_probed(record)  # it is busy: streams go on
+                self._health.not_probed(record)  # it is busy: its streams go on
             else:
                 self._health.probed(record, f"GET /health: {failure.why}", answers=False)
         except Exhausted:
@@ -117,9 +116,9 @@ class Probes:
             self._health.not_probed(record)
 
     async def _generates(self, engine: Engine) -> tuple[str, bool]:
-        """What is wrong, and whether the engine is known to generate. One that wants a key does not say.
+        """What is wrong, and whether the engine is known to generate. An engine that requires a key does not tell.
 
-        Nobody waits for this answer, so a busy engine has as long as for a user's first byte.
+        No user waits for this answer, so a busy engine gets as long as for a user's first byte.
         """
         try:
             answer, raw = await self._legs.ask(
@@ -139,7 +138,7 @@ class Probes:
     # ---- which models they have -------------------------------------------------------------
 
     async def answer(self, headers: Mapping[str, str]) -> web.Response:
-        """For a client that sent these headers. :raises Exhausted: this process lacks what a connection needs."""
+        """The model list for a client with these headers. :raises Exhausted: this process cannot open a connection."""
         kept = self._kept_for(headers)
         async with kept.lock:
             if kept.until <= self._health.clock():
@@ -148,10 +147,10 @@ class Probes:
         return web.Response(status=kept.status, body=kept.body, content_type="application/json")
 
     async def place(self, model: str | None, headers: Mapping[str, str]) -> None:
-        """Before a request that has these headers is placed: find out which engines have its model.
+        """Before a request with these headers is placed, find out which engines have its model.
 
-        Where one is known to have it, the others whose list is not known are asked meanwhile. Else it may be new: all
-        are asked, and waited for.
+        If one is known to have it, engines whose list is unknown are asked in the background. Otherwise the model may
+        be new: all are asked, and the request waits for their answers.
         """
         engines = self._engines.all()
         if len(engines) < 2:
@@ -167,12 +166,12 @@ class Probes:
                 await asyncio.gather(*asked)
 
     def _is_known(self, model: str | None) -> bool:
-        """Whether an engine is known to have it, or to have no list."""
+        """Whether an engine is known to have the model, or to have no list."""
         lists = (self._health.of(each.url).models for each in self._engines.all())
         return any(names is not None and (model is None or not names or model in names) for names in lists)
 
     def _due(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Those that may be asked now; then they are not for a while."""
+        """The engines that may be asked now; they are then not due for a while."""
         now = self._health.clock()
         found = [engine for engine in engines if self._health.of(engine.url).list_at <= now]
         for engine in found:
@@ -180,7 +179,7 @@ class Probes:
         return found
 
     async def holder(self, name: str, headers: Mapping[str, str]) -> Engine | None:
-        """The engine that keeps the response of this name, for a client that sent these headers."""
+        """The engine that stores the response of this name, for a client with these headers."""
 
         async def has(engine: Engine) -> bool:
             try:
@@ -197,9 +196,10 @@ class Probes:
         return next((engine for engine, there in zip(engines, found, strict=True) if there), None)
 
     async def learn(self, engine: Engine, headers: Mapping[str, str]) -> tuple[int, bytes, list[dict[str, Any]] | None]:
-        """Ask an engine: the status, the body, and its models if that is a list. What it serves is noted.
+        """Ask one engine for its models: returns the status, the body and, if that is a list, the models. Records what
+        it serves.
 
-        :raises LegFailed: there is no answer. :raises Exhausted: this process lacks what a connection needs.
+        :raises LegFailed: it does not answer. :raises Exhausted: this process cannot open a connection.
         """
         record = self._health.of(engine.url)
         try:
@@ -214,7 +214,7 @@ class Probes:
             record.models = dict.fromkeys(card["id"] for card in cards)
             record.adapters = frozenset(card["id"] for card in cards if card.get("parent"))
         elif answer.status in _REFUSED:
-            record.list_at = float("-inf")  # the next client's key may be the right one
+            record.list_at = float("-inf")  # the next client's key may be accepted
         else:
             record.models = {}
         return answer.status, raw, cards
@@ -224,7 +224,7 @@ class Probes:
         return remember(self._kept, key, self._kept.get(key) or _Kept(), _MOST_KEPT)
 
     async def _ask(self, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """The first engine's answer, and what the other well ones add if that was a list."""
+        """The first engine's answer and, if that was a list, what the other healthy engines add."""
         states = {engine.url: self._health.of(engine.url).state for engine in self._engines.all()}
         left = sorted(self._engines.all(), key=lambda each: (states[each.url] is EngineState.SUSPECT, not each.decodes))
         give_up_at = self._health.clock() + _ALL_S
@@ -256,7 +256,7 @@ class Probes:
 
 
 def _cards(raw: bytes) -> list[dict[str, Any]] | None:
-    """The models of an engine's list; None: it is not one."""
+    """The models in an engine's list; None: it is not a list."""
     try:
         cards = json.loads(raw)["data"]
     except (ValueError, KeyError, TypeError, RecursionError):

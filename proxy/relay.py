@@ -1,4 +1,4 @@
-"""One request's way: prefill leg, decode leg, client, and what is done where one of them fails."""
+"""The course of one request: prefill leg, decode leg, client, and what happens when one of them fails."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from pdx.wire.proxy import Arriving, Prefilled
 
 T = TypeVar("T")
 
-# No further engine is tried so long after the first one failed. Where none could be reached that counts from the
-# beginning: with the connect timeout, a client hears within 5 s in which the proxy ran.
+# No further engine is tried this long after the first failure. If none could be reached, it counts from the
+# beginning: with the connect timeout, a client hears within 5 s of this proxy's running time.
 _FAILOVER_S = 2.5
-# Engines that fail on one leg, or are full: a request that ends engines does not get them all, and where all are full
-# each request is not many.
+# How many engines that fail on one leg, or are full, a request may try: one that kills engines must not reach all of
+# them, and if all are full, each request must not become many.
 _MOST_FAILED = 3
 _RETRY_AFTER_S = 1
-# A prefill leg that lasts longer than its decode leg by more than this is late. Until then its answer may be here
-# already, and a busy loop has not read it yet: ending the leg would close its connection for nothing.
+# A prefill leg that outlasts its decode leg by more than this is late. Before, its answer may be here already, unread
+# by a busy loop: ending the leg would close its connection for nothing.
 UNREAD_S = 0.02
-# The decode leg of a longer prompt is sent when a node says that prefill will end soon: while it waits, vLLM makes
-# empty steps, for which the workers of an engine of several processes (on a CPU, of any) look without a pause.
+# For a longer prompt, the decode leg is sent when a node reports that prefill is about to end: while it waits, vLLM
+# runs empty steps, for which the workers of a multi-process engine (on a CPU, of any engine) poll without a pause.
 LONG_BYTES = 2048
-USAGE_S = 5.0  # a chat's usage waits so long for the prefill leg; then the decode engine has computed the prompt itself
+USAGE_S = 5.0  # a chat's usage waits this long for prefill; the decode engine computes the prompt then
 
 
 def new_transfer(tag: str) -> str:
-    """The id of a transfer that nobody can guess. `tag`: of this proxy, by which nodes know whose it is."""
+    """A new transfer id that nobody can guess. `tag`: identifies this proxy, so that nodes know whose it is."""
     return tag + secrets.token_urlsafe(24)
 
 
 class Relay(msgspec.Struct, frozen=True, kw_only=True):
-    """Serves exchanges. What it changes are the parts it is made of."""
+    """Serves exchanges. All its state is in the parts it is made of."""
 
     engines: Engines
     timelines: Timelines
@@ -65,9 +65,10 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
     faults: Faults
 
     async def serve(self, exchange: Exchange) -> None:
-        """Answer the client. Its going away cancels both legs at once: their connections close as this unwinds.
+        """Answer the client. If the client disconnects, both legs are cancelled at once: unwinding closes their
+        connections.
 
-        :raises asyncio.CancelledError: the client went away, or the proxy is to end.
+        :raises asyncio.CancelledError: the client disconnected, or the proxy is shutting down.
         """
         outcome = Outcome.INTERNAL
         self.timelines.begin(exchange.timeline)
@@ -156,10 +157,9 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             return await self._split(exchange, pair)
 
     async def _split(self, exchange: Exchange, pair: Pair) -> None:
-        """Both legs: the decode engine reads the prompt, and waits for its KV while that is computed. Its leg
-        follows the other one where no node could tell it what became of prefill, and where nodes would take the
-        transfer for complete when the first of several prompts is.
-        """
+        """Serve with both legs: the decode engine reads the prompt and waits for its KV while that is computed. The
+        decode leg starts after the prefill leg if no node could tell the decode engine how prefill ended, and if nodes
+        would regard the transfer as complete after the first of several prompts."""
         self._heed_obstacle(exchange, pair)
         is_early = bool(pair.decoder.node) and exchange.prompts == 1
         prefill = asyncio.ensure_future(self._prefill_beside(exchange, pair, is_early=is_early))
@@ -185,7 +185,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             return self._early(exchange, prefill.result(), engine)
 
         try:
-            with self.engines.health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
+            with self.engines.health.plan(pair.prefiller.url):  # until the leg begins; that one starts first
                 await asyncio.sleep(0)
             if not is_early:
                 await asyncio.wait([prefill])
@@ -215,7 +215,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
     async def _prefill_beside(
         self, exchange: Exchange, pair: Pair, *, is_early: bool
     ) -> answer.PrefillAnswer | Exception:
-        """The prefill leg. However it fails, the decode engine computes all then."""
+        """Run the prefill leg. If it fails in any way, the decode engine computes everything."""
         try:
             prefill = await self._prefill(exchange, pair, is_early=is_early)
         except Exception as failure:  # noqa: BLE001 - the root of a task, which another one waits for
@@ -230,7 +230,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         return prefill
 
     def _prefill_failed(self, exchange: Exchange, failure: Exception) -> str:
-        """Why another engine, or one alone, is to serve. A refusal is no news yet: the other engine may refuse, too."""
+        """Why another engine, or a single one, has to serve. A refusal is not reported yet: the other engine may refuse
+        as well."""
         text = f"transfer {exchange.transfer}: prefill failed, one engine serves alone: {failure}"
         match failure:
             case LegFailed():
@@ -244,12 +245,13 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         return "prefill_internal"
 
     def _note_refusal(self, exchange: Exchange, failure: object) -> None:
-        """A request that both engines refuse is the client's fault and no news; this one has an answer."""
+        """A request that both engines refuse is the client's fault and not worth a report; this one was answered."""
         if isinstance(failure, LegFailed) and failure.reason is Reason.STATUS_4XX and exchange.outcome is Outcome.OK:
             self._warn(f"refused {failure.url}", f"transfer {exchange.transfer}: refused by {failure.engine} only")
 
     async def _prefill(self, exchange: Exchange, pair: Pair, *, is_early: bool) -> answer.PrefillAnswer:
-        """`is_early`: the decode leg knows this transfer. Once an engine may have begun it, no other one is asked."""
+        """`is_early`: the decode leg already knows this transfer. Once an engine may have begun it, no other one is
+        asked."""
 
         def choose(tried: set[str]) -> Engine | None:
             return router.prefiller(self._candidates(exchange), planned=pair, tried=tried)
@@ -257,7 +259,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         async def ask(engine: Engine, sent: Mapping[str, str]) -> answer.PrefillAnswer:
             exchange.planned = Pair(engine, pair.decoder)
             if exchange.told and exchange.blamed and not is_early:
-                # What the engine before has announced comes to nothing, and nodes do not take up that transfer again.
+                # The transfer the previous engine announced is void, and nodes do not accept that id again.
                 self._cancel(exchange, "prefill_failed_over")
                 self.timelines.rename(exchange.timeline, new_transfer(self.control.tag))
                 exchange.set_mode(exchange.mode, exchange.timeline.why)
@@ -297,10 +299,10 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         return prefill
 
     def _early(self, exchange: Exchange, found: object, engine: Engine) -> answer.PrefillAnswer | None:
-        """What prefill has brought, if its token can be the client's before `engine` samples its own."""
+        """The prefill leg's result, if its token may be sent to the client before `engine` samples its own."""
         if exchange.mode is not Mode.FORWARD or not isinstance(found, answer.PrefillAnswer):
             return None
-        # As the engine is now: since it was asked, its node may have said something else of it, or nothing.
+        # Look the engine up again: since it was asked, its node may have reported a change, or vanished.
         facts = next((each.facts for each in self.engines.all() if each.url == engine.url), None)
         assert exchange.planned is not None
         prefiller = exchange.planned.prefiller
@@ -345,7 +347,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         return body.arriving(
             exchange.body,
             transfer=exchange.transfer,
-            prompt_tokens=usage.prompt_tokens if exchange.prompts == 1 else None,  # it is the sum of all
+            prompt_tokens=usage.prompt_tokens if exchange.prompts == 1 else None,  # it is the sum over all prompts
             cached_tokens=usage.cached_tokens,
         )
 
@@ -368,9 +370,10 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         fits: Callable[[Engine], bool] = lambda _: True,
         after: asyncio.Future[Any] | None = None,
     ) -> None:
-        """Give the leg to the planned decoder, or to another one that `fits`.
+        """Send the leg to the planned decoder, or to another one that `fits`.
 
-        `after`: the prefill leg, if that is under way. Before its end are asked those whose node can be told of it.
+        `after`: the prefill leg, while it is in flight. Before it ends, only engines are asked whose node can be told
+        its outcome.
         """
         if exchange.booking is not None:
             exchange.booking.end()
@@ -398,7 +401,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                 self._note_status(exchange, engine, found.status)
                 await shape.take(exchange, found)
 
-        # The engine may have computed a whole answer all that time: that is not asked for twice.
+        # The engine may have computed a whole answer all that time: do not ask for that twice.
         final = (Reason.STATUS_4XX,) if exchange.streams else (Reason.STATUS_4XX, Reason.TIMEOUT)
         await self._attempt(exchange, "decode", choose, ask, final=final)
 
@@ -411,11 +414,11 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         *,
         final: Collection[Reason] = (Reason.STATUS_4XX,),
     ) -> T:
-        """What `ask` returns for the first engine that `choose` names and that does not fail.
+        """The result of `ask` for the first engine named by `choose` that does not fail.
 
         After a failure for a `final` reason no further engine is tried.
 
-        :raises LegFailed: the last one's failure. :raises NoEngine: there is none.
+        :raises LegFailed: the last failure. :raises NoEngine: there is no engine to try.
         """
         tried: set[str] = set()
         failure: LegFailed | None = None
@@ -442,12 +445,12 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                     if error.reason is not Reason.STATUS_429:
                         exchange.blamed[engine.url] = Reason(error.reason)
                     failures += 1
-                    # The first engine had all its time; that is not counted.
+                    # The first engine used its full time; that does not count.
                     give_up_at = self.engines.health.clock() + _FAILOVER_S if failures == 1 else give_up_at
         raise failure or NoEngine("no engine is known")
 
     def _note_status(self, exchange: Exchange, engine: Engine, status: int) -> None:
-        if status == HTTPStatus.NOT_FOUND and exchange.whole is None:  # else it may be the route that it lacks
+        if status == HTTPStatus.NOT_FOUND and exchange.whole is None:  # otherwise the engine may lack the route
             self.engines.health.lacks(engine.url, exchange.model)
 
     def _why_no_pair(self, candidates: Sequence[router.Candidate]) -> str:
@@ -461,7 +464,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         return "layouts"
 
     def _note_unplaced(self, pair: Pair) -> None:
-        """Where no node has reported an engine, chunks are pushed to nobody: fine with one node, slow with two."""
+        """Report engines that no node has reported, whose chunks are pushed to nobody: fine with one node, slow with
+        two."""
         unplaced = [engine.name for engine in (pair.prefiller, pair.decoder) if not engine.node]
         if unplaced:
             self.metrics.unplaced.inc()
@@ -473,7 +477,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         self.timelines.fallbacks.appendleft(Fallback(exchange.transfer, why, time.monotonic_ns()))
 
     def _warn(self, about: str, text: str) -> None:
-        """Once in a minute for each `about`."""
+        """Log once a minute per `about`."""
         self.faults.warn(about, printable(text, 1000))
 
     def _candidates(self, exchange: Exchange) -> list[router.Candidate]:

@@ -1,4 +1,4 @@
-"""The client's side: one answer for each request, errors as an OpenAI client expects them; which pages read them."""
+"""The client's side: one answer per request, errors in OpenAI's format, and CORS."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pdx.proxy.routes import Route
 
 
 def request_key(name: str) -> Any:
-    """A key for what a request has beside it; before aiohttp 3.14, which has a class for that, its name."""
+    """A key for per-request state; its plain name before aiohttp 3.14, which introduced a class for it."""
     return web.RequestKey(name, object) if hasattr(web, "RequestKey") else name
 
 
 def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
-    """The error as JSON, in the shape vLLM uses. `param`: what of the request is wrong."""
+    """The error as JSON, in vLLM's format. `param`: the offending field."""
     kind = "BadRequestError" if param else HTTPStatus(status).phrase if status < 500 else "InternalServerError"
     fault = {"error": {"message": message, "type": kind, "param": param, "code": status}}
     return json.dumps(fault, separators=(",", ":")).encode()
@@ -35,21 +35,21 @@ def json_response(told: object, *, status: int = 200, headers: Mapping[str, str]
 def error_response(
     status: int, message: str, *, retry_after_s: int | None = None, param: str | None = None
 ) -> web.Response:
-    """The error as an HTTP response. `retry_after_s`: when to ask again."""
+    """The error as an HTTP response. `retry_after_s`: when to retry."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     content = error_body(status, message, param=param)
     return web.Response(status=status, body=content, content_type="application/json", headers=headers)
 
 
 def http_error(error: web.HTTPException) -> web.StreamResponse:
-    """What the web framework raises, as HTTP wants it told: where to go instead, or which methods there are."""
+    """Convert the web framework's exception: a redirect, or the allowed methods."""
     response = web.Response(status=error.status) if error.status < 400 else error_response(error.status, error.reason)
     response.headers.update({name: error.headers[name] for name in ("Allow", "Location") if name in error.headers})
     return response
 
 
 def error_bytes(status: int, message: str, *, retry_after_s: int) -> bytes:
-    """The error as the bytes of an HTTP response, after which the connection is closed."""
+    """The error as the bytes of an HTTP response after which the connection is closed."""
     content = error_body(status, message)
     lines = (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
@@ -67,37 +67,37 @@ TRANSFER_HEADER = "x-pdx-transfer-id"
 
 
 class Reply:
-    """Keeps the headers until the first byte goes out."""
+    """The client's response; holds back the headers until the first byte is sent."""
 
     def __init__(self, request: web.Request, *, debug_headers: bool = False) -> None:
-        """`debug_headers`: tell the client what `describe` says."""
+        """`debug_headers`: send what `describe` is given to the client."""
         self._request = request
         self._stream: web.StreamResponse | None = None
         self._whole: web.Response | None = None
         self._has_ended = False
         self._is_bytes = False
-        self.writes = 0  # pieces of an engine's stream that the client was sent: no other engine goes on with it
+        self.writes = 0  # pieces of an engine's stream sent to the client: no other engine can continue it
         self._debug_headers = debug_headers
         self._described: dict[str, str] = {}
         self._passed: dict[str, str] = {}
 
     def describe(self, transfer: str, mode: str) -> None:
-        """By which transfer and in which mode the answer comes about."""
+        """The transfer and the mode that produce this answer."""
         if self._debug_headers:
             self._described = {TRANSFER_HEADER: transfer, "x-pdx-mode": mode}
 
     def pass_on(self, headers: Mapping[str, str]) -> None:
-        """These came with the engine's answer; a client gets those that are meant for it."""
+        """Take over an engine's headers; the client gets those meant for it."""
         self._passed = to_client(headers)
 
     @property
     def started(self) -> bool:
-        """The client has been sent a status, which cannot be taken back."""
+        """Whether a status was sent, which cannot be taken back."""
         return self._stream is not None
 
     @property
     def is_whole(self) -> bool:
-        """The answer is there to its end, an error perhaps."""
+        """Whether the answer is complete, possibly as an error."""
         return self._whole is not None or self._has_ended
 
     @property
@@ -107,9 +107,9 @@ class Reply:
         return response
 
     def whole(self, status: int, body: bytes, *, content_type: str = "application/json") -> None:
-        """Answer in one piece."""
+        """Send the answer as a single body."""
         assert not self.started
-        # An engine's error may have come without a type.
+        # an engine's error may lack a content type
         self._whole = web.Response(
             status=status,
             body=body,
@@ -118,7 +118,7 @@ class Reply:
         )
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """What follows is of this kind, and no events. :raises ClientGone: nobody is there."""
+        """Start a body that is not an event stream. :raises ClientGone: the client disconnected."""
         self._is_bytes = True
         await self._prepare(status, of_body(headers))
 
@@ -130,8 +130,8 @@ class Reply:
             raise ClientGone("the client closed its connection") from error
 
     async def write(self, events: bytes, *, is_ahead: bool = False) -> None:
-        """Stream whole events, or what was begun; the first call sends the headers. `is_ahead`: each engine can go on
-        behind it. :raises ClientGone: nobody is there."""
+        """Send whole events, or a piece of the body that was begun; the first call sends the headers. `is_ahead`: any
+        engine can continue after it. :raises ClientGone: the client disconnected."""
         if self._stream is None:
             await self._prepare(200, _STREAM_HEADERS)
         assert self._stream is not None
@@ -142,7 +142,7 @@ class Reply:
             raise ClientGone("the client closed its connection") from error
 
     async def end(self) -> None:
-        """No more events. :raises ClientGone: nobody is there."""
+        """End the stream. :raises ClientGone: the client disconnected."""
         assert self._stream is not None
         self._has_ended = True
         try:
@@ -151,9 +151,9 @@ class Reply:
             raise ClientGone("the client closed its connection") from error
 
     async def fail(self, status: int, message: str, *, retry_after_s: int = 0) -> None:
-        """Report a failure, in the way that is still possible. :raises ClientGone: nobody is there."""
+        """Report a failure in whatever way is still possible. :raises ClientGone: the client disconnected."""
         if self._is_bytes:
-            self.abort()  # what was begun cannot be ended otherwise
+            self.abort()  # there is no other way to end a body that was begun
             return
         path, content = self._request.path, error_body(status, message)
         if path == Route.MESSAGES:
@@ -180,7 +180,7 @@ _STREAM_HEADERS: Mapping[str, str] = {
 
 
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """The client's id of its request, also where no engine was asked."""
+    """Return the client's request id, also if no engine was asked."""
     if own := request_id(request.headers):
         response.headers.setdefault(REQUEST_ID, own)
 
@@ -190,7 +190,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def redirect_slashes(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A path that is one without the slash at its end leads there, as vLLM's server does it."""
+    """Redirect a path with a trailing slash to the one without, as vLLM's server does."""
     bare = request.rel_url.raw_path.rstrip("/")
     if request.match_info.http_exception is not None and bare != request.rel_url.raw_path:
         shorter = request.clone(rel_url=request.rel_url.with_path(bare or "/", encoded=True, keep_query=True))
@@ -201,16 +201,16 @@ async def redirect_slashes(request: web.Request, handler: Handler) -> web.Stream
 
 
 async def tell_alive(_request: web.Request) -> web.Response:
-    """For whoever starts proxies anew."""
+    """Liveness, for whatever restarts proxies."""
     return web.Response(text="ok\n")
 
 
 _METHODS = "GET, POST, OPTIONS"
-_KEPT_S = "600"  # a browser asks again after this time
+_KEPT_S = "600"  # seconds for which a browser caches it
 
 
 def allow_origins(app: web.Application, origins: Collection[str]) -> None:
-    """Let in scripts of pages of these origins; `*` means every page. Without any, nothing changes."""
+    """CORS: allow scripts on pages of these origins; `*` means every page. No effect without origins."""
     every = "*" in origins
 
     def allows(request: web.Request) -> bool:

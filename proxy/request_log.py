@@ -1,4 +1,4 @@
-"""One line for each request that was served: how, by whom, how fast, and what of it was cached. No text of it."""
+"""One log line per served request: how, by which engines, how fast, how much was cached. No text of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("pdx.proxy.requests")
 
 
 def served(exchange: Exchange) -> None:
-    """It has ended, with its timeline's outcome."""
+    """Log a request that has ended, with its timeline's outcome."""
     if not log.isEnabledFor(logging.INFO):
         return
     timeline, seen = exchange.timeline, exchange.seen

@@ -1,10 +1,10 @@
-"""Which engines get a request's two legs. Pure.
+"""Chooses the engines of a request's two legs. Pure.
 
-The prefill engine is one for which this prompt costs least (`pdx.proxy.placing`), and the decode engine one with the
-fewest outstanding requests among those fit to decode. Among pairs of equal load, one on a single node is taken before
-one with a wire between them, and that before one with a wire through which no probe has gone; what is equal even then
-takes turns. An engine whose node is not known counts as beyond such a wire. Engines of different layouts, which can
-read none of each other's KV, are never a pair.
+The prefill engine is one with the lowest cost for this prompt (`pdx.proxy.placing`), the decode engine one with the
+fewest outstanding requests among those fit to decode. Among pairs of equal load, a pair on a single node is preferred
+to one with a wire between its nodes, and that to one with a wire through which no probe has gone. Remaining ties take
+turns. An engine whose node is unknown counts as behind such a wire. Engines of different layouts, which cannot read
+each other's KV, are never paired.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pdx.proxy.engines import Engine
 from pdx.proxy.health import Health, Record
 
 _Rank = tuple[bool, bool, bool, int]
-_NEAR = 2  # of the best decoders of each kind: the best one may be the prefill engine itself
-_LOOKED_AT = 32  # of the best decoders, for one to whose node there is a way
-_TRIED = 8  # where all engines are suspect, a request has tried enough of them, though no connection stood
+_NEAR = 2  # best decoders of each kind: the best one may be the prefill engine itself
+_LOOKED_AT = 32  # best decoders that are searched for one whose node is reachable
+_TRIED = 8  # a request gives up after this many suspect engines without a connection
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """An engine and what this proxy knows about its load."""
+    """An engine with what this proxy knows about its load."""
 
     engine: Engine
-    load: int = 0  # requests of anybody, those that are planned included; less is better
-    last_used: int = 0  # grows with every leg; breaks ties, so that idle engines take turns
-    suspect: bool = False  # or on trial, with a request already; or it is to be drained
-    cost: int = 0  # of having it prefill this prompt, see `pdx.proxy.placing.cost`; likewise
+    load: int = 0  # all requests, planned ones included; lower is better
+    last_used: int = 0  # increases with every leg; breaks ties, so that idle engines take turns
+    suspect: bool = False  # or on trial with a request already, or draining
+    cost: int = 0  # of prefilling this prompt there, see `pdx.proxy.placing.cost`; lower is better
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -40,16 +40,16 @@ class Pair(msgspec.Struct, frozen=True):
 
     @property
     def wire(self) -> str:
-        """The decoder's node, where the KV has to travel from one known node to another; else empty."""
+        """The decoder's node if the KV has to travel between two known nodes; else empty."""
         here, there = self.prefiller.node, self.decoder.node
         return there if here and there and here != there else ""
 
 
 def serving(engines: Sequence[Engine], health: Health, model: str | None) -> list[Engine]:
-    """Those that have the model of this name; None: the model of which the first decoder's own clients get that.
+    """The engines that have this model. None: the model that the first decoder's own clients get by default.
 
-    Where none is known to have it: those of which nothing is known, if one of them decodes; else those of one model,
-    which then refuse it. Legs of one request never go to two models: one would continue the other's text.
+    If none is known to have it: the engines of which nothing is known, if one of them decodes; else those of one model,
+    which then refuse the request. Legs of one request never go to two models: one would continue the other's text.
     """
     known = {each.url: health.of(each.url).models for each in engines}
     if model is None:
@@ -64,7 +64,7 @@ def serving(engines: Sequence[Engine], health: Health, model: str | None) -> lis
 def candidates(
     engines: Iterable[Engine], health: Health, cost: Callable[[Engine, Record], int], *, is_alone: bool
 ) -> list[Candidate]:
-    """`is_alone`: the engine that decodes computes the prompt, too."""
+    """`is_alone`: the engine that decodes also computes the prompt."""
     return [
         Candidate(
             engine=engine,
@@ -80,11 +80,11 @@ def candidates(
 
 
 def pair(candidates: Sequence[Candidate], *, shares_kv: bool = True) -> Pair | None:
-    """The engines for a request in two legs; None: a second leg would gain nothing. Linear in the candidates.
-    `shares_kv`: without it, what would be chosen if all had one layout.
+    """The engines for a request in two legs; None if a second leg gains nothing. Linear in the number of candidates.
+    `shares_kv`: without it, the choice as if all had one layout.
 
-    The only decoder is left alone: sending it the same prompt twice gains nothing. Where the command line names
-    one engine for both roles, that is what the user wants.
+    A single decoder serves alone: sending it the same prompt twice gains nothing. If the command line names one engine
+    for both roles, it gets both legs, as the user asked.
     """
     ranked = sorted(candidates, key=lambda each: (_decoder_rank(each, ""), each.last_used))
     nearest = _Nearest(ranked, shares_kv=shares_kv)
@@ -98,13 +98,13 @@ def pair(candidates: Sequence[Candidate], *, shares_kv: bool = True) -> Pair | N
 
 
 class _Nearest:
-    """The best decoder for a prefill engine is one of a few: the best ones of all, and of its node."""
+    """The best decoder for a prefill engine is one of a few: the best ones overall, and on its node."""
 
     def __init__(self, ranked: Sequence[Candidate], *, shares_kv: bool) -> None:
-        """`ranked`: the best decoder is first."""
+        """`ranked`: best decoder first."""
         self._ranked = ranked
         self._shares_kv = shares_kv
-        self._best: dict[tuple[bytes | None, str | None], list[Candidate]] = {}  # of a layout and a node; None: of all
+        self._best: dict[tuple[bytes | None, str | None], list[Candidate]] = {}  # by layout and node; None: any
         for each in ranked:
             for layout in {each.engine.layout, None}:
                 for node in {each.engine.node, None}:
@@ -124,12 +124,12 @@ class _Nearest:
         last = min(near, key=lambda each: (*_pair_rank(first, each), each.last_used), default=None)
         if last is None or last.engine.url != engine.url:
             return last
-        # An engine that only prefills is not sent the same prompt again as the decoder of last resort.
+        # A prefill-only engine is not sent the same prompt again as the decoder of last resort.
         return last if engine.decodes and engine.named else None
 
 
 def prefiller(candidates: Sequence[Candidate], *, planned: Pair, tried: Collection[str]) -> Engine | None:
-    """The engine to prefill for the planned decoder: the planned one, then others; None: nobody is left."""
+    """The engine to prefill for the planned decoder: the planned one first, then others; None if all were tried."""
     if planned.prefiller.url not in tried:
         return planned.prefiller
     last = planned.decoder
@@ -152,13 +152,13 @@ def decoder(
     tried: Collection[str] = (),
     only_prefill: bool = False,
 ) -> Engine | None:
-    """The engine to decode, not among the `tried` ones; None: nobody is left who may serve.
+    """The engine to decode, excluding `tried`; None if no eligible engine is left.
 
-    `only_prefill`: it has one token to make.
+    `only_prefill`: it generates a single token.
 
-    The planned one, as long as it is there and well: the KV is on its way to it. Roles are per request, so an engine
-    that only prefills is asked when no healthy decoder is left, and before a decoder that just refused a connection.
-    At equal load, one on a node that has the KV is taken before others.
+    The planned engine, as long as it is listed and healthy: the KV is on its way to it. Roles are per request, so a
+    prefill-only engine is asked when no healthy decoder is left, before one that just refused a connection. At equal
+    load, an engine on a node that has the KV is preferred.
     """
     able = [each for each in candidates if each.engine.url not in tried]
     chosen = planned.decoder.url if planned is not None else ""

@@ -1,7 +1,7 @@
-"""The API that clients have: routes that generate, which two engines may share, and those that go whole to one engine.
+"""The clients' API: generating routes, which two engines may share, and routes that go to one engine unchanged.
 
-A route that is not here does not exist for clients. What sets an engine up, looks into it or stops it (`/sleep`,
-`/collective_rpc`, `/reset_prefix_cache`, loading of adapters, updates of weights …) is for who runs it, at the engine.
+Other routes do not exist for clients. Administration of an engine (`/sleep`, `/collective_rpc`, `/reset_prefix_cache`,
+loading adapters, updating weights …) is for its operator, at the engine.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _CHOICES = re.compile(rb'"choices"\s*:')
 
 
 class Route(StrEnum):
-    """A generating endpoint and all that sets it apart: a further one is a further row."""
+    """A generating endpoint with all its properties: to add one, add a row."""
 
-    limits: tuple[str, ...]  # fields that say the most tokens of an answer: the first that is there counts
-    default_limit: int | None  # vLLM's, where none of them is there; None: as many as fit
-    prompt: tuple[str, ...]  # fields that a prompt is made of; the first has to be there
-    answer_only: tuple[str, ...]  # fields that shape the answer alone, beside those of `body`
-    forwards: bool  # whether the first token can be told on its own: the prompt is text or ids, and no conversation
-    member: re.Pattern[bytes]  # which each whole answer has
-    last_event: re.Pattern[bytes] | None  # that ends a stream; None: [DONE] does
+    limits: tuple[str, ...]  # fields that limit the answer's tokens: the first one present counts
+    default_limit: int | None  # vLLM's default if none is present; None: as many as fit
+    prompt: tuple[str, ...]  # fields the prompt is made of; the first one is required
+    answer_only: tuple[str, ...]  # fields that shape only the answer, besides those in `body`
+    forwards: bool  # whether the first token can be sent alone: the prompt is text or ids, not a conversation
+    member: re.Pattern[bytes]  # present in every whole answer
+    last_event: re.Pattern[bytes] | None  # ends a stream; None: [DONE] does
 
     COMPLETIONS = "/v1/completions", ("max_tokens",), 16, ("prompt",), ("response_format",), True, _CHOICES, None
     CHAT = (
@@ -66,10 +66,10 @@ class Route(StrEnum):
 
 
 GENERATING = frozenset(Route) - {Route.WHOLE}
-FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})  # their bodies are forms, with a file
-RESPONSE = "/v1/responses/{id:[A-Za-z0-9_:-][A-Za-z0-9_.:-]*}"  # which one engine has, if it keeps responses at all
+FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})  # their bodies are forms with a file
+RESPONSE = "/v1/responses/{id:[A-Za-z0-9_:-][A-Za-z0-9_.:-]*}"  # stored by one engine, if it stores responses at all
 
-# Those that go whole to one engine, by method. Which of them an engine has depends on its model and its options.
+# Routes that go to one engine unchanged, by method. Which of them an engine has depends on its model and options.
 PASSED = {
     "POST": (
         *("/tokenize", "/detokenize", "/v1/messages/count_tokens"),

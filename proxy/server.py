@@ -1,8 +1,8 @@
-"""An HTTP server: an application at one address, which connections it takes, which one makes room for another, and how
-long a request's head may take.
+"""An HTTP server at one address: which connections it accepts, which one makes room for another, and how long a
+request's head may take.
 
-asyncio's acceptor takes all that come. Where no descriptor is left, it logs a traceback for each one that it cannot
-take, and the descriptors that the server's own work needs are gone as well. So connections are taken here.
+It accepts connections itself, because asyncio accepts all of them: when no descriptor is left, asyncio logs a traceback
+for each connection it cannot accept, and the server's own work lacks descriptors as well.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 
 MOST = 16_384  # connections of one listener, however many descriptors there are
-HANDSHAKES = 512  # TLS connections that are not yet ones; each costs 100 KiB
-_TLS_READ_BYTES = 64 << 10  # which asyncio sets aside for each TLS connection; it has 256 KiB
+HANDSHAKES = 512  # TLS connections during their handshake; each costs 100 KiB
+_TLS_READ_BYTES = 64 << 10  # read buffer that asyncio allocates for each TLS connection; its default is 256 KiB
 _BACKLOG = 1024
-_FILES_PER_ENGINE = 4  # descriptors left for connections to each; not all, where few files may be open
-_BATCH = 4  # taken before what is connected gets its turn
-_REST_S = 0.25  # after the system had no descriptor, or no memory, for one
-_LOOK_S = 0.5  # between two looks for heads that take too long
-_CROWD = 0.25  # from this share of all connections on, those on which a head or a body is due make room first
-_UNREAD_MS = 120_000  # a client that reads nothing for so long, though something is there, is gone
+_FILES_PER_ENGINE = 4  # descriptors reserved for connections to each engine; fewer if few files may be open
+_BATCH = 4  # connections accepted before existing ones get their turn
+_REST_S = 0.25  # pause after the system ran out of descriptors or memory for a connection
+_LOOK_S = 0.5  # between two checks for heads that take too long
+_CROWD = 0.25  # above this share of connections, those that owe a head or a body are closed first
+_UNREAD_MS = 120_000  # a client that reads nothing for this long, though there is data, is gone
 FIELD_BYTES = 64 << 10  # of one header: tokens and cookies may be long
-_HEAD_BYTES = 1 << 20  # of all of them
-KEEPALIVE_S = 75.0  # a connection without a request is kept for so long
-HEAD_S = 10.0  # a request's head arrives within this time
+_HEAD_BYTES = 1 << 20  # of all headers
+KEEPALIVE_S = 75.0  # how long an idle connection is kept
+HEAD_S = 10.0  # time limit for a request's head
 SHUTDOWN_S = 5.0
-_NAME = "pdx"  # and not which versions of what are behind it
+_NAME = "pdx"  # does not reveal versions of the software behind it
 _REFUSAL = error_bytes(503, "the proxy has no room for another connection", retry_after_s=1)
 
 
 class HttpConnection(web.RequestHandler):
-    """A connection of aiohttp's that says when a request on it begins and when its answer is written."""
+    """An aiohttp connection that reports when a request begins and when its answer has been written."""
 
     __slots__ = ("_body", "_head_bytes", "_listener")
 
@@ -79,7 +79,7 @@ class HttpConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        is_body = self._body is not None and not self._body.is_eof()  # the rest of one that was answered early
+        is_body = self._body is not None and not self._body.is_eof()  # the rest of a body that was answered early
         if self._listener.spoke(self) and not is_body:
             self._head_bytes += len(data)
             if self._head_bytes > _HEAD_BYTES:
@@ -88,13 +88,13 @@ class HttpConnection(web.RequestHandler):
         super().data_received(data)
 
     def log_exception(self, *args: object, exc_info: BaseException | None = None, **_: object) -> None:
-        """What aiohttp would log with its trace, each time."""
+        """Suppress what aiohttp would log with a traceback each time."""
         self._listener.failed(exc_info if isinstance(exc_info, Exception) else RuntimeError(*args))
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """What is no request is answered in the same form as what is a wrong one; then the connection is closed."""
+        """Answer malformed HTTP in the same format as an invalid request, then close the connection."""
         super().handle_error(request, status, exc, message)
         response = error_response(status, printable(message or HTTPStatus(status).phrase))
         response.headers["Server"] = _NAME
@@ -115,9 +115,9 @@ class HttpConnection(web.RequestHandler):
 
 
 class Server:
-    """Serves `app` from `start` to `close` (idempotent). A client that goes away cancels its request's task.
+    """Serves `app` from `start` to `close` (idempotent). A client that disconnects cancels its request's task.
 
-    A connection on which no request is under way is closed after KEEPALIVE_S.
+    Connections without a request are closed after KEEPALIVE_S.
     """
 
     def __init__(
@@ -131,11 +131,10 @@ class Server:
         field_bytes: int = FIELD_BYTES,
         tls: Reread[ssl.SSLContext] | None = None,
     ) -> None:
-        """A request that is due or has begun has its whole head after `head_s`, or its connection is closed. At
-        `close`, answers under way have `shutdown_s`. `engines`: descriptors are left for connections to those, beside
-        those that every process keeps in reserve. `field_bytes`: the largest header. `tls`: see `server_tls`; a new
-        connection gets what that is now.
-        """
+        """A connection that does not complete a due or started head within `head_s` is closed. At `close`, answers in
+        flight have `shutdown_s`. `engines`: descriptors are kept free for connections to these, besides those that
+        every process keeps in reserve. `field_bytes`: the largest header. `tls`: see `server_tls`; a new connection
+        uses its current value."""
         app.middlewares.insert(0, _begin)
         app.on_response_prepare.append(_name)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
@@ -145,20 +144,20 @@ class Server:
         self.field_bytes = field_bytes
         self._tls = tls
         self._sockets: list[socket.socket] = []
-        self._taking: dict[asyncio.Task[object], None] = {}  # until the TLS handshake is over; the oldest is first
+        self._taking: dict[asyncio.Task[object], None] = {}  # until the TLS handshake is over; oldest first
         self._all: set[HttpConnection] = set()
-        self._idle: dict[HttpConnection, None] = {}  # no request is under way; idle for longest is first
+        self._idle: dict[HttpConnection, None] = {}  # without a request; longest idle first
         self._heads: dict[HttpConnection, float] = {}  # since when a head is due or incomplete, in this order
-        self._bodies: dict[HttpConnection, None] = {}  # the body of a request is due; the oldest is first
+        self._bodies: dict[HttpConnection, None] = {}  # a request's body is due; oldest first
         self._timers: list[asyncio.TimerHandle] = []
         self._undo = contextlib.AsyncExitStack()
-        self.url = ""  # where it is reached, once it is started; of a Unix socket, its path
+        self.url = ""  # its URL once started; for a Unix socket, the path
 
     async def start(self, address: str, *, is_shared: bool = False) -> None:
-        """Listen at `HOST:PORT` (port 0: any free one), or at the path of a Unix socket, which is this user's alone.
-        `is_shared`: where other processes of this user listen as well.
+        """Listen at `HOST:PORT` (port 0: any free port), or at the path of a Unix socket, which only this user can
+        access. `is_shared`: other processes of this user listen there, too.
 
-        :raises ConfigError: the address is not one, or cannot be had.
+        :raises ConfigError: the address is invalid or unavailable.
         """
         with _explained(address):
             await self._start(address, is_shared=is_shared)
@@ -183,7 +182,7 @@ class Server:
             self._undo = undo.pop_all()
 
     async def close(self) -> None:
-        """Take no more connections, and end those that are here once their answers are written."""
+        """Accept no more connections, and close existing ones once their answers are written."""
         await self._undo.aclose()
 
     def _take_no_more(self) -> None:
@@ -202,7 +201,7 @@ class Server:
         self._heads[connection] = self._env.clock()
 
     def spoke(self, connection: HttpConnection) -> bool:
-        """Bytes came on it; whether they may be of a request's head."""
+        """Bytes arrived; returns whether they may belong to a request's head."""
         is_idle = connection in self._idle
         if is_idle:
             self._heads.setdefault(connection, self._env.clock())
@@ -230,7 +229,7 @@ class Server:
         self._bodies.pop(connection, None)
 
     def failed(self, error: Exception) -> None:
-        """There was an error. What comes may be no HTTP, or no body: anybody can send any number of such requests."""
+        """An error occurred. What follows may be neither HTTP nor a body; anyone can send any number of these."""
         if isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
             self._note("requests_malformed", f"a request was not understood: {printable(str(error))}")
         else:
@@ -265,18 +264,18 @@ class Server:
             self._take(stream)
 
     def _room(self) -> int:
-        """How many more connections can be taken, by the descriptors that are left."""
+        """How many more connections the remaining descriptors allow."""
         reserve = descriptors.reserve()
         spared = min(_FILES_PER_ENGINE * len(self._engines), descriptors.limit() // 4)
-        kept = reserve + reserve // 2 + spared  # from `reserve` on nodes of this host are kept out, too
+        kept = reserve + reserve // 2 + spared  # below `reserve`, nodes of this host are refused as well
         return min(MOST - len(self._all) - len(self._taking), descriptors.left() - kept)
 
     def _make_room(self) -> bool:
-        """Close a connection on which nothing is done for anybody; False: there is none.
+        """Close a connection that is of no use to anyone; False if there is none.
 
-        Who was served may well ask again, so where on many a head or a body is due, the one goes where it is due for
-        longest. Where on few, the one goes that is idle for longest: else those who have just come would make room for
-        each other.
+        A client that was served may well ask again, so if many connections owe a head or a body, the one that owes it
+        for longest is closed. If few do, the longest idle one is closed: otherwise new connections would displace each
+        other.
         """
         many = _CROWD * (len(self._all) + len(self._taking))
         if len(self._taking) >= max(2, min(many, HANDSHAKES)):
@@ -332,7 +331,7 @@ class Server:
         self._later(_REST_S, self._listen)
 
     def _look(self) -> None:
-        """Close what takes too long with a request's head; take a new certificate."""
+        """Close connections whose request head takes too long; load a new certificate."""
         self._later(_LOOK_S, self._look)
         if self._tls is not None:
             with self._env.faults.contain("the look at the certificate"):
@@ -348,7 +347,7 @@ class Server:
         self._note(event, text)
         self.left(connection)
         if self._tls is not None and connection.transport is not None:
-            connection.transport.abort()  # it would wait for the client's goodbye
+            connection.transport.abort()  # `close` would wait for the client's goodbye
         connection.force_close()
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
@@ -375,9 +374,9 @@ async def _name(_request: web.Request, response: web.StreamResponse) -> None:
 
 
 def server_tls(cert: str, key: str) -> Reread[ssl.SSLContext]:
-    """What a server shows: a certificate with those that sign it, and its private key, which may be in the same file.
+    """The server's TLS context, from a certificate chain and a private key, which may be in the same file.
 
-    :raises ConfigError: they are no such files, do not belong together, or others may read the key.
+    :raises ConfigError: a file is invalid, they do not match, or others can read the key.
     """
     return Reread(partial(_tls, cert, key), cert, key, what="the certificate")
 
@@ -390,7 +389,7 @@ def _tls(cert: str, key: str) -> ssl.SSLContext:
     try:
         with open(secret, "rb") as file:
             check_private(os.fstat(file.fileno()), option, secret)
-        context.load_cert_chain(cert, secret, password="")  # else OpenSSL would ask at the terminal
+        context.load_cert_chain(cert, secret, password="")  # without a password, OpenSSL would prompt at the terminal
     except (OSError, ssl.SSLError) as error:
         text = "a certificate and its private key without a password, in PEM"
         raise ConfigError(f"--tls-cert {cert}, --tls-key {secret}: no {text}: {error.strerror or error}") from error
@@ -398,7 +397,7 @@ def _tls(cert: str, key: str) -> ssl.SSLContext:
 
 
 def when_signalled(call: Callable[[], None]) -> None:
-    """Have the running loop call this at each SIGINT and SIGTERM."""
+    """Have the running loop call this on each SIGINT and SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, call)
 
@@ -408,7 +407,7 @@ def endpoint(host: str, port: int) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of `HOST:PORT`, where an IPv6 address is in brackets. :raises ConfigError: it is not that."""
+    """Split `HOST:PORT`; an IPv6 address is in brackets. :raises ConfigError: the address is invalid."""
     host, _, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     if not bare or not port.isascii() or not port.isdigit() or int(port) > 65_535 or (":" in host and bare == host):
@@ -417,16 +416,16 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 async def bound(address: str) -> list[socket.socket]:
-    """The sockets of a `Server` at `HOST:PORT` that does not listen.
+    """The bound sockets of a `Server` at `HOST:PORT`, not yet listening.
 
-    :raises ConfigError: the address is not one, or cannot be had.
+    :raises ConfigError: the address is invalid or unavailable.
     """
     with _explained(address):
         return await _tcp_sockets(address)
 
 
 async def _tcp_sockets(address: str, *, is_shared: bool = False) -> list[socket.socket]:
-    """Bound to every address that the host has, as asyncio binds them."""
+    """Sockets bound to every address of the host, as asyncio binds them."""
     host, port = host_and_port(address)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False, reuse_port=is_shared or None)
@@ -449,7 +448,7 @@ def _explained(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unix_socket(path: Path) -> Iterator[socket.socket]:
-    """Bound to a path that this process owns inside the block."""
+    """A socket bound to a path that this process owns inside the block."""
     private_folder(path.parent)
     taken = ConfigError(f"another process listens at {path}; name another path")
     with contextlib.ExitStack() as undo:

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes: cut a stream into whole events, read and write an event's data. Pure."""
+"""Server-sent events as bytes: split a stream into whole events, read and write an event's data. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _END = re.compile(rb"\r?\n\r?\n")
 
 
 class EventSplitter:
-    """Cuts chunks of bytes, however they arrive, into whole events.
+    """Splits a byte stream into whole events, however it is chunked.
 
-    Whoever relays only whole events never leaves a client with half of one when the sender dies.
+    Relaying only whole events never leaves a client with half an event when the sender dies.
     """
 
     def __init__(self) -> None:
@@ -24,22 +24,22 @@ class EventSplitter:
 
     @property
     def rest(self) -> bytes:
-        """What came behind the last whole event."""
+        """The bytes after the last whole event."""
         return bytes(self._pending)
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The events completed by `chunk`, each with its blank line; joined, they are the bytes that came in.
+        """The events completed by `chunk`, each with its blank line; joined, they equal the bytes that came in.
 
-        :raises ProtocolError: an event never ends.
+        :raises ProtocolError: an event exceeds the size limit.
         """
         if not self._pending and chunk.endswith(_BLANK) and not chunk.endswith(b"\n\n\n") and b"\r" not in chunk:
-            if chunk.find(_BLANK) == len(chunk) - len(_BLANK):  # not copied
+            if chunk.find(_BLANK) == len(chunk) - len(_BLANK):  # avoids a copy
                 return [chunk]
-            return [each + _BLANK for each in chunk[: -len(_BLANK)].split(_BLANK)]  # as nearly always
+            return [each + _BLANK for each in chunk[: -len(_BLANK)].split(_BLANK)]  # the common case
         self._pending += chunk
         events: list[bytes] = []
         start = 0
-        # A terminator may have begun in an earlier chunk: at most three of its bytes.
+        # A terminator may have begun in an earlier chunk, with at most three of its bytes.
         at = max(0, self._searched - 3)
         while (end := _END.search(self._pending, at)) is not None:
             events.append(bytes(self._pending[start : end.end()]))
@@ -57,7 +57,7 @@ def event(payload: bytes) -> bytes:
 
 
 def with_data(whole: bytes, payload: bytes) -> bytes:
-    """An event of the same name with `payload` for its data."""
+    """The event with `payload` as its data."""
     name = next((line + b"\n" for line in whole.splitlines() if line.startswith(b"event:")), b"")
     return name + event(payload)
 
@@ -73,6 +73,6 @@ def is_done(event: bytes) -> bool:
 
 
 def data(whole: bytes) -> bytes | None:
-    """The data of an event; None: it has none (a comment, say)."""
+    """The event's data; None if it has none, like a comment."""
     lines = [line[5:].removeprefix(b" ") for line in whole.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None

@@ -1,5 +1,5 @@
-"""The status page at the administrator's address, and what it shows: one document (`pdx.wire.overview`), which is made
-when somebody asks, and at most once a second. Nodes are asked for their status then. ADR 87 has the reasons.
+"""The operator's status page and its data: one document (`pdx.wire.overview`), built on request, at most once a second.
+Nodes are asked for their status then. ADR 87 has the reasons.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from pdx.wire.overview import EngineView, FallbackView, Link, NodeView, Overview
 from pdx.wire.status import NodeStatus, PeerStatus
 from pdx.wire.verbs import Status
 
-FRESH_S = 1.0  # a document is told again for so long
-WAIT_S = 0.5  # for nodes; those that have not answered are told of as they were
+FRESH_S = 1.0  # how long a document is reused
+WAIT_S = 0.5  # time limit for nodes; those that have not answered are shown as last known
 MOST_NODES, MOST_ENGINES, MOST_REQUESTS = 256, 512, 1000
-AT_A_TIME = 128  # nodes that are asked for one document, those that were asked longest ago
-_READY = "ready"  # the state of a connection to a peer
-_MOST_LISTED = 8  # rooms, channels and reasons of a node
+AT_A_TIME = 128  # nodes asked for one document: those not asked for longest
+_READY = "ready"  # state of a connection to a peer
+_MOST_LISTED = 8  # rooms, channels and reasons per node
 _STEP = 16  # rows between two turns of the event loop
 _NAME, _TEXT = 64, 200  # characters
-_MOST_COUNTED = 1 << 53  # that a page can tell apart
+_MOST_COUNTED = 1 << 53  # largest integer that JavaScript represents exactly
 _PAGE = Path(__file__).with_name("status.html")
 
 
 def page() -> tuple[bytes, str]:
-    """The page, and the policy under which its own script and style run and nothing else does."""
+    """The page, and a content security policy that allows only its own script and style."""
     body = _PAGE.read_bytes()
 
     def own(kind: bytes) -> str:
@@ -87,7 +87,7 @@ class StatusPage:
         self._drain = drain
         self._page, self._policy = b"", ""
         self._version = own_version()
-        self._nodes: OrderedDict[str, NodeView] = OrderedDict()  # as they have told; that asked longest ago is first
+        self._nodes: OrderedDict[str, NodeView] = OrderedDict()  # last answers; the node asked longest ago is first
         self._turn = asyncio.Lock()
         self._made, self._made_at = (b"", b""), float("-inf")
 
@@ -103,7 +103,7 @@ class StatusPage:
         )
 
     async def _show(self, _request: web.Request) -> web.Response:
-        """Without a key: there is nothing in it."""
+        """Needs no key: the page itself contains no data."""
         headers = {"Content-Security-Policy": self._policy, "Referrer-Policy": "no-referrer"}
         return web.Response(body=self._page, content_type="text/html", charset="utf-8", headers=_guarded(headers))
 
@@ -126,8 +126,8 @@ class StatusPage:
         return error_response(404, "no such transfer (any more)") if found is None else json_response(found)
 
     async def document(self) -> tuple[bytes, bytes]:
-        """As it is now, or was within the last second: plain, and packed."""
-        async with self._turn:  # a client that goes away leaves it to the next one
+        """The document, at most a second old: plain, and compressed."""
+        async with self._turn:  # if a client disconnects, the next one continues
             if self._clock() - self._made_at >= FRESH_S:
                 await self._ask_nodes()
                 plain = msgspec.json.encode(await in_turns(self._overview()))
@@ -152,8 +152,8 @@ class StatusPage:
     # ---- the document -----------------------------------------------------------------------
 
     def readiness(self) -> dict[str, Any]:
-        """As /health says it. `pairs`: of nodes between which KV goes, because a probe has gone that way, or they are
-        one."""
+        """As /health reports it. `pairs`: of nodes between which KV can go: a probe has gone that way, or they are the
+        same node."""
         ready = [each for each in self._engines.all() if self._health.of(each.url).is_ready]
         decoders = sum(engine.decodes for engine in ready)
         pairs, missing = self._engines.pairs()
@@ -171,7 +171,7 @@ class StatusPage:
         return state
 
     def _overview(self) -> Steps[Overview]:
-        """The event loop has its turn between a few rows and the next ones."""
+        """Build the document; the event loop gets its turn between every few rows."""
         state, now_ns = self.readiness(), time.monotonic_ns()
         listed = sorted(self._engines.all(), key=lambda each: self._health.of(each.url).is_ready)
         nodes = sorted(self._nodes.values(), key=lambda node: (not node.problem, node.name))
@@ -231,17 +231,17 @@ def _guarded(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def _said(text: str, most: int = _NAME) -> str:
-    """What others named, for terminals and pages."""
+    """Text from others, made safe for terminals and pages."""
     return printable(text, most)
 
 
 def _count(said: int) -> int:
-    """What a node counted, as JSON and its readers have room for it."""
+    """A node's count, limited to what JSON readers can represent."""
     return max(0, min(said, _MOST_COUNTED))
 
 
 def _measure(said: float) -> float:
-    """Likewise; JSON has no infinity."""
+    """Likewise for a measured value; JSON has no infinity."""
     return round(said, 2) if 0 <= said <= _MOST_COUNTED else 0.0
 
 
@@ -272,7 +272,7 @@ def _request(timeline: Timeline, now_ns: int) -> RequestView:
 
 
 def _reported(instance: Instance) -> list[Room]:
-    """What each heartbeat says."""
+    """The part of a row that every heartbeat reports."""
     report = instance.report
     return (
         [Room("memory", _count(report.arena_bytes - report.free_bytes), _count(report.arena_bytes))]
@@ -282,7 +282,7 @@ def _reported(instance: Instance) -> list[Room]:
 
 
 def _node(before: NodeView, outcome: Outcome) -> NodeView:
-    """What is told of a node that was asked for its status."""
+    """A node's row, from its answer to a status request."""
     if not isinstance(outcome, NodeStatus):
         problem = outcome.text if isinstance(outcome, Refused) else "its answer is none"
         return msgspec.structs.replace(before, problem=_said(problem, _TEXT))
@@ -327,7 +327,7 @@ def _node(before: NodeView, outcome: Outcome) -> NodeView:
 
 
 def _links(peers: Collection[PeerStatus]) -> list[Link]:
-    """Of many peers a few numbers for each channel, and for those that are not reached."""
+    """Summarizes connections to peers: some numbers per channel, and for unreachable peers."""
     by_channel: dict[str, list[PeerStatus]] = {}
     for peer in peers:
         by_channel.setdefault(peer.channel if peer.state == _READY else "", []).append(peer)

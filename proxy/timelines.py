@@ -1,4 +1,4 @@
-"""The last transfers and their moments: the proxy's own, and those nodes report later by their own clocks. Pure."""
+"""Recent transfers and their moments: the proxy's own, and those that nodes report later by their own clocks. Pure."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from pdx.wire.messages import Mark
 from pdx.wire.proxy import NodeReport
 
 KEPT = 1000  # timelines
-MAX_MOMENTS = 4096  # per transfer; what nodes say is bounded here too
-LAST = 20  # requests that have ended, and fallbacks, that are told of
+MAX_MOMENTS = 4096  # per transfer; also bounds what nodes report
+LAST = 20  # number of finished requests, and of fallbacks, that are shown
 
 
 class Timeline(msgspec.Struct, eq=False):
-    """One transfer. Only the request that owns it and `Timelines.merge` change it."""
+    """One transfer. Only the request that owns it and `Timelines.merge` modify it."""
 
     transfer: str
     route: Route
     mode: Mode
     why: str
     prompt_tokens: int = 0
-    cached_tokens: int | None = None  # of these, as the prefill engine said
-    outcome: str = ""  # empty: still under way
+    cached_tokens: int | None = None  # of these, according to the prefill engine
+    outcome: str = ""  # empty: in progress
     ended_ns: int = 0
     moments: list[Moment] = []
     awaited: set[str] = msgspec.field(default_factory=lambda: {Event.PREFILL_END, Event.RUNNABLE})  # of its handoff
-    near: asyncio.Event = msgspec.field(default_factory=asyncio.Event)  # a node says that prefill will end soon
+    near: asyncio.Event = msgspec.field(default_factory=asyncio.Event)  # set when a node reports prefill's end is near
 
     def add(self, moment: Moment) -> None:
-        """Note a moment, unless there are absurdly many."""
+        """Add a moment, unless there are too many."""
         if len(self.moments) < MAX_MOMENTS:
             self.moments.append(moment)
         if moment.event == Event.NEAR:
             self.near.set()
 
     def view(self) -> dict[str, Any]:
-        """As told to whoever asks."""
+        """The timeline as shown to others."""
         moments = sorted(self.moments, key=lambda moment: moment.at_ns)
         return {
             "transfer_id": self.transfer,
@@ -61,7 +61,7 @@ class Timeline(msgspec.Struct, eq=False):
 
 
 class Fallback(msgspec.Struct, frozen=True):
-    """A request could not be served as it was planned."""
+    """A request that could not be served as planned."""
 
     transfer: str
     why: str
@@ -69,23 +69,23 @@ class Fallback(msgspec.Struct, frozen=True):
 
 
 class Timelines:
-    """The `keep` youngest timelines, by transfer id; besides, those of all requests that are under way, of the LAST
-    ones that have ended, and fallbacks."""
+    """The `keep` latest timelines, by transfer id; also all requests in progress, the LAST finished ones, and
+    fallbacks."""
 
     def __init__(self, keep: int = KEPT, timings: Timings | None = None) -> None:
         self._keep = keep
         self._handoffs = (Timings() if timings is None else timings)[("pdx_proxy_handoff_seconds",)]
         self._timelines: OrderedDict[str, Timeline] = OrderedDict()
-        self.under_way: dict[Timeline, None] = {}  # the oldest first
+        self.under_way: dict[Timeline, None] = {}  # oldest first
         self.ended: deque[Timeline] = deque(maxlen=LAST)
         self.fallbacks: deque[Fallback] = deque(maxlen=LAST)
 
     def open(self, timeline: Timeline) -> None:
-        """Keep a new timeline; the oldest one makes room."""
+        """Keep a new timeline, dropping the oldest if need be."""
         remember(self._timelines, timeline.transfer, timeline, self._keep)
 
     def begin(self, timeline: Timeline) -> None:
-        """Its request is served from now on; `end` must follow."""
+        """The timeline's request starts; `end` must follow."""
         self.under_way[timeline] = None
 
     def end(self, timeline: Timeline, outcome: str, now_ns: int) -> None:
@@ -94,15 +94,15 @@ class Timelines:
         self.ended.append(timeline)
 
     def rename(self, timeline: Timeline, transfer: str) -> None:
-        """Its transfer has another id from now on."""
+        """Give the timeline's transfer another id."""
         if self._timelines.pop(timeline.transfer, None) is not None:
             self._timelines[transfer] = timeline
         timeline.transfer = transfer
 
     def merge(self, marks: Iterable[Mark], offset_ns: int = 0) -> None:
-        """Add what nodes saw; `offset_ns` turns their clock into this process's (see `Clocks`).
+        """Add marks that nodes recorded; `offset_ns` converts their clock to this process's (see `Clocks`).
 
-        Marks of transfers that are not (or no longer) known are dropped.
+        Marks of transfers that are unknown, or no longer known, are dropped.
         """
         for mark in marks:
             timeline = self._timelines.get(mark.transfer)
@@ -121,7 +121,7 @@ class Timelines:
                     self._note_handoff(timeline)
 
     def _note_handoff(self, timeline: Timeline) -> None:
-        """Once, however much nodes say."""
+        """Record the handoff once, however much nodes report."""
         handoff_ms = None if timeline.awaited else breakdown(timeline.moments).handoff_ms
         if handoff_ms is not None:
             self._handoffs.observe(max(0.0, handoff_ms / 1000))
@@ -138,7 +138,7 @@ WINDOW_NS = 30 * 10**9
 
 
 class _Window(msgspec.Struct):
-    """The smallest offset since `start_ns`, and that of the window before."""
+    """The smallest offset since `start_ns`, and that of the previous window."""
 
     start_ns: int
     least_ns: int
@@ -148,20 +148,20 @@ class _Window(msgspec.Struct):
 class Clocks:
     """The offset of each node's CLOCK_MONOTONIC, by node and epoch.
 
-    A node on this host shares the clock: nothing is added. For another host, reception minus sending of a report is
-    the true offset plus the time the report was under way, so the smallest such difference is the best one. A moment
-    shifted by it is too late by at most the time that the fastest report of the last WINDOW_NS was under way (about
-    0.1 ms on one network, plus the delay of this process's event loop), and wrong either way by what the two clocks
-    drift apart within 2 x WINDOW_NS: 6 ms at 100 ppm, far less under NTP. Older reports are forgotten for that reason:
-    over days, drift would add up to seconds.
+    A node on this host shares the clock, so its offset is 0. For another host, a report's time of arrival minus its
+    time of sending is the true offset plus its latency, so the smallest such difference is the best estimate. A moment
+    converted with it is late by at most the lowest latency of reports within the last WINDOW_NS (about 0.1 ms on one
+    network, plus the delay of this process's event loop), and wrong in either direction by the drift between the two
+    clocks within 2 x WINDOW_NS: 6 ms at 100 ppm, far less under NTP. Older reports are dropped because drift would add
+    up to seconds over days.
     """
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._windows: OrderedDict[tuple[str, int], _Window] = OrderedDict()  # the one heard of last is last
+        self._windows: OrderedDict[tuple[str, int], _Window] = OrderedDict()  # least recently updated first
 
     def offset_ns(self, report: NodeReport, received_ns: int) -> int:
-        """What to add to the times in this report, which came at `received_ns` of this host's clock."""
+        """What to add to times in this report, which arrived at `received_ns` of this host's clock."""
         if report.host in ("", self._host):
             return 0
         key = (report.node, report.epoch)

@@ -1,7 +1,7 @@
-"""Traces of requests, joined with those of their clients and engines by `traceparent`.
+"""Traces of requests, joined with those of clients and engines by `traceparent`.
 
-A request's spans are made after its end, of its own times and of what nodes and engines have told of its transfer
-(`pdx.proxy.timelines`): nodes need nothing for it. There is no text of the request in them, and no header.
+A request's spans are created after it ends, from its own times and from what nodes and engines have reported about its
+transfer (`pdx.proxy.timelines`): nodes need no tracing code. Spans contain neither text nor headers of the request.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from pdx.telemetry.timeline import Event, Moment
 if TYPE_CHECKING:
     from pdx.telemetry.otlp import Collector
 
-LINGER_S = 1.0  # after a request's end; nodes have told all by then
-MAX_LINGERING = 1024  # requests: of further ones, nodes may not have told all
-MAX_LEGS = 16  # of a request that are told …
+LINGER_S = 1.0  # delay after a request's end, by which nodes have reported everything
+MAX_LINGERING = 1024  # requests waiting for that; for further ones, reports of nodes may be missing
+MAX_LEGS = 16  # legs per request that get a span …
 MAX_EVENTS = 64  # … and moments
-# A version above 00 may have more behind what is known of it.
+# Versions above 00 may append further fields.
 _PARENT = re.compile(
     r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?", re.ASCII
 )
@@ -50,7 +50,7 @@ _OPERATIONS: dict[str, str] = {
     **dict.fromkeys(("/v1/embeddings", "/v2/embed"), "embeddings"),
 }
 _FAULTS = frozenset({Outcome.ENGINE_ERROR, Outcome.BROKEN, Outcome.UNAVAILABLE, Outcome.STOPPED, Outcome.INTERNAL})
-_SHOWN = frozenset(Event) - {Event.RECEIVED, Event.DONE}  # which its span begins and ends with
+_SHOWN = frozenset(Event) - {Event.RECEIVED, Event.DONE}  # a span's own beginning and end
 
 
 class _Leg(msgspec.Struct):
@@ -63,16 +63,16 @@ class _Leg(msgspec.Struct):
 
 
 class Trace:
-    """Of one request. Owned by its task until its end, and then by `Traces`."""
+    """One request's trace. Owned by its task until the request ends, then by `Traces`."""
 
     def __init__(self, method: str, route: str, number: int, parent: int) -> None:
-        """`number`: of the trace that it is in. `parent`: its client's span; 0: it begins the trace."""
+        """`number`: the trace id. `parent`: the client's span id; 0 if this proxy starts the trace."""
         self._method, self._route = method, route
         self._number, self._parent = number, parent
         self._start_ns = time.monotonic_ns()
         self.ended_ns = 0
-        self.exchange: Exchange | None = None  # until its end
-        self.queued: tuple[int, int] | None = None  # from when to when it waited for its turn
+        self.exchange: Exchange | None = None  # until the request ends
+        self.queued: tuple[int, int] | None = None  # when it started and stopped waiting for its turn
         self._legs: list[_Leg] = []
         self._moments: list[Moment] = []
         self._attributes: dict[str, Value | None] = {}
@@ -81,12 +81,12 @@ class Trace:
 
     @property
     def name(self) -> str:
-        """Its number as it is written."""
+        """The trace id as text."""
         return f"{self._number:032x}"
 
     @contextmanager
     def leg(self, name: str, engine: Engine, headers: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-        """Inside, the leg is under way, with these headers for its engine."""
+        """Inside the block the leg is in flight, with these headers for its engine."""
         leg = _Leg(name, engine, random.getrandbits(64), time.monotonic_ns())
         if len(self._legs) < MAX_LEGS:
             self._legs.append(leg)
@@ -99,7 +99,7 @@ class Trace:
             leg.end_ns = time.monotonic_ns()
 
     def end(self, status: int, error: str) -> None:
-        """The client has been answered: what is kept of its request from now on are numbers and names."""
+        """The client was answered: from now on, only numbers and names of its request are kept."""
         self.ended_ns, self._error = time.monotonic_ns(), error
         exchange, self.exchange = self.exchange, None
         about = self._attributes
@@ -110,7 +110,7 @@ class Trace:
         timeline = exchange.timeline
         self._moments = timeline.moments
         self._error = error or (timeline.outcome if timeline.outcome in _FAULTS else "")
-        model = exchange.model if timeline.outcome == Outcome.OK else None  # else it may be any text
+        model = exchange.model if timeline.outcome == Outcome.OK else None  # otherwise it could be any text
         first_ns = exchange.seen.get(Event.FIRST_TOKEN, 0) if exchange.streams else 0
         about |= {
             "gen_ai.request.model": printable(model, 128) if model else None,
@@ -125,8 +125,8 @@ class Trace:
         }
 
     def spans(self) -> list[Span]:
-        """All of them, of what has been told by now."""
-        now_ns = time.monotonic_ns()  # clocks of other hosts are known about, and nodes may say anything
+        """All spans, from what has been reported by now."""
+        now_ns = time.monotonic_ns()  # clocks of other hosts are converted, and nodes may report any time
         moments = [
             msgspec.structs.replace(each, at_ns=min(max(each.at_ns, self._start_ns), now_ns))
             for each in sorted(self._moments, key=lambda each: each.at_ns)
@@ -147,7 +147,7 @@ class Trace:
         return [*found, *self._of_transfer(moments)]
 
     def _of_transfer(self, moments: Sequence[Moment]) -> Iterator[Span]:
-        """With several shards, the last one to see something decides, and bytes add up."""
+        """If there are several shards, the last one to see an event counts, and bytes are added up."""
         last = {each.event: each.at_ns for each in moments}
         prefill = next((each.id for each in self._legs if each.name == "prefill" and not each.error), self._id)
         arrived = Event.LANDED if Event.LANDED in last else Event.PUSHED
@@ -171,7 +171,7 @@ def _facts(moment: Moment) -> dict[str, Value]:
 
 
 def open_traces(config: ProxyConfig, counters: Counter[str]) -> Traces | None:
-    """None: nobody wants them. :raises ConfigError: they cannot be had."""
+    """None if traces are off. :raises ConfigError: they are configured but unavailable."""
     endpoint = config.otlp_traces_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     if not endpoint:
         return None
@@ -179,16 +179,16 @@ def open_traces(config: ProxyConfig, counters: Counter[str]) -> Traces | None:
         from pdx.telemetry.otlp import Collector
 
         return Traces(Collector(endpoint, "pdx-proxy"), config.otlp_traces_sample, counters)
-    except (ImportError, ValueError) as error:  # the latter of a setting in the environment
+    except (ImportError, ValueError) as error:  # ValueError: an invalid setting in the environment
         hint = f": {install('otel')}" if isinstance(error, ImportError) else ""
         raise ConfigError(f"--otlp-traces-endpoint {endpoint}: {error}{hint}") from error
 
 
 def chosen(said: str, sample: float) -> tuple[int, int, int]:
-    """The trace that a request is in, its client's span there, and flags: 1 is sampled.
+    """The request's trace id, the client's span id, and flags: 1 means sampled.
 
-    `said`: its client's `traceparent`; where that is none, a trace begins, with no such span. `sample`: of these, so
-    many are sampled, chosen as every sampler does that goes by a trace's number.
+    `said`: the client's `traceparent`; if it is invalid, a trace begins, without such a span. `sample`: the share of
+    those that are sampled, chosen by trace id as all such samplers do.
     """
     if (found := _PARENT.fullmatch(said)) is not None:
         return int(found[1], 16), int(found[2], 16), int(found[3], 16)
@@ -197,7 +197,7 @@ def chosen(said: str, sample: float) -> tuple[int, int, int]:
 
 
 class Traces:
-    """Of all requests of one process. `look` must be called regularly."""
+    """All traces of one process. `look` must be called regularly."""
 
     def __init__(self, collector: Collector, sample: float, counters: Counter[str]) -> None:
         self._collector = collector
@@ -206,12 +206,12 @@ class Traces:
         self._ended: deque[Trace] = deque()
 
     def traced(self, handler: Handler) -> Handler:
-        """The same, with a trace of each request."""
+        """Wrap a handler so that each of its requests has a trace."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             number, parent, flags = chosen(request.headers.get(TRACEPARENT, ""), self._sample)
             if not parent:
-                # Engines hear what is chosen: else they would choose for themselves.
+                # Engines are told the decision: otherwise they would decide for themselves.
                 request[BEGUN] = f"00-{number:032x}-{random.getrandbits(64):016x}-{flags:02x}"
             if not flags & 1:
                 return await handler(request)
@@ -235,7 +235,7 @@ class Traces:
         return answer
 
     def look(self) -> None:
-        """At those whose nodes have had time."""
+        """Export the requests whose nodes have had time to report."""
         before_ns = time.monotonic_ns() - int(LINGER_S * 1e9)
         while self._ended and self._ended[0].ended_ns < before_ns:
             self._give_oldest()
@@ -246,7 +246,7 @@ class Traces:
         self._collector.give(self._ended.popleft().spans())
 
     async def close(self) -> None:
-        """Send what there is, if that can be done soon."""
+        """Export what is left, if that can be done soon."""
         while self._ended:
             self._give_oldest()
         await asyncio.to_thread(self._collector.close)

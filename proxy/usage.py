@@ -1,4 +1,6 @@
-"""What engines count of a prompt, in each route's own names; and an answer with other counts in it. Pure."""
+"""Token counts that engines report for a prompt, in each route's own field names; and rewriting them in an answer.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +14,31 @@ from pdx.errors import ProtocolError
 from pdx.proxy.routes import Route
 
 _CACHED, _CREATED = "cached_tokens", "created_cache_tokens"
-_READ, _CREATION = "cache_read_input_tokens", "cache_creation_input_tokens"  # not part of `input_tokens` beside them
+_READ, _CREATION = "cache_read_input_tokens", "cache_creation_input_tokens"  # not included in `input_tokens`
 _parts = msgspec.json.Decoder(dict[str, Raw])
 _numbers = msgspec.json.Decoder(dict[str, Any])
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """In the names of completions and chats."""
+    """In the field names of completions and chats."""
 
     prompt_tokens: int
     prompt_tokens_details: dict[str, Any] | None = None
 
     @property
     def cached_tokens(self) -> int | None:
-        """How many of the prompt's tokens the engine did not compute; None: it does not say."""
+        """How many of the prompt's tokens the engine did not compute; None if it does not report that."""
         return self.cache_counts.get(_CACHED)
 
     @property
     def cache_counts(self) -> dict[str, int]:
-        """What the engine says of its cache: how many of the prompt's tokens it had, and how many it put there."""
+        """What the engine reports about its cache: how many of the prompt's tokens it had, and how many it stored."""
         found = {name: (self.prompt_tokens_details or {}).get(name) for name in (_CACHED, _CREATED)}
         return {name: count for name, count in found.items() if isinstance(count, int) and count >= 0}
 
 
 def usage_of(route: Route, raw: bytes) -> Usage:
-    """Of a whole answer to a response or a message. :raises ProtocolError: there is none."""
+    """The usage of a whole answer to a response or a message. :raises ProtocolError: there is none."""
     try:
         usage = _numbers.decode(_parts.decode(raw)["usage"])
         if route is Route.RESPONSES:
@@ -51,12 +53,12 @@ def usage_of(route: Route, raw: bytes) -> Usage:
 
 
 def counts_cached(route: Route, raw: bytes) -> bool:
-    """Whether there may be something to change in an answer or an event."""
+    """Whether an answer or event may contain something to rewrite."""
     return (b'"cache_read_input_tokens"' if route is Route.MESSAGES else b'"cached_tokens"') in raw
 
 
 def with_cached(route: Route, raw: bytes, counts: Mapping[str, int]) -> bytes:
-    """An answer, or the data of an event, with these counts in its usage: those of which it says anything."""
+    """An answer, or an event's data, with these counts in its usage; fields that it lacks are not added."""
     try:
         parts: dict[str, Any] = _parts.decode(raw)
         if route is Route.RESPONSES and "response" in parts:

@@ -1,9 +1,9 @@
-"""Serves a proxy: in this process, or in several workers that take connections at one port.
+"""Serves a proxy: in this process, or in several worker processes that accept connections at one port.
 
-A worker is a whole proxy, with a control socket and an admin address of its own (`pdx.security.address`), so nodes tell
-each of them everything. The kernel deals connections out among their sockets (SO_REUSEPORT). They share nothing but how
-many requests each has. This process starts them, starts one that has died again, and ends them; they end when it dies.
-It has no threads, so it may fork, and what it has imported need not be imported again.
+A worker is a complete proxy with its own control socket and admin address (`pdx.security.address`), so nodes report to
+each of them. The kernel distributes connections among their sockets (SO_REUSEPORT). Workers share only their load,
+health and API key usage. This process starts them, restarts those that die, and ends them; they end if it dies. It has
+no threads, so it can fork, and workers need not import anything again.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from pdx.telemetry.env import Env, WakingClock
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 1.0  # at least between two starts of one worker
-FIND_S = 3.0  # a worker that is started again listens when it has found a decoder, or then
-END_S = 2 * SHUTDOWN_S  # behind `drain_s`, a worker that has not ended is killed
-HUNG_S = 30.0  # so is one whose loop does not turn for so long: the kernel goes on giving it connections
+AGAIN_S = 1.0  # minimum time between two starts of one worker
+FIND_S = 3.0  # a restarted worker listens once it has found a decoder, or after this time
+END_S = 2 * SHUTDOWN_S  # after `drain_s`, a worker that has not ended is killed
+HUNG_S = 30.0  # so is one whose loop is stuck for this long: the kernel keeps giving it connections
 _LOOK_S = 0.05
 _STOP = frozenset({signal.SIGINT, signal.SIGTERM})
 _SIGNALS = _STOP | {signal.SIGCHLD, signal.SIGALRM}
-_SERVES = b"+"  # what a worker says when it listens; what it says before that is why it cannot
+_SERVES = b"+"  # sent by a worker when it listens; anything it sends before is why it cannot
 
 
 def run(config: ProxyConfig) -> None:
-    """Serve until SIGINT or SIGTERM; then requests under way have `drain_s`, and a second signal ends them at once.
+    """Serve until SIGINT or SIGTERM; then requests in progress have `drain_s`, and a second signal ends them at once.
 
-    :raises ConfigError: an engine's URL is not one, or an address cannot be had.
+    :raises ConfigError: an engine's URL is invalid, or an address is unavailable.
     """
     if config.workers == 1:
         asyncio.run(serve(config))
@@ -111,7 +111,7 @@ async def serve(config: ProxyConfig, place: _Place | None = None) -> None:
 
 
 def _finding(proxy: Proxy) -> Callable[[web.Application], AsyncIterator[None]]:
-    """Before the port is listened at: others serve there, and know the engines."""
+    """Wait before listening: the other workers are serving, and know the engines."""
 
     async def find(_app: web.Application) -> AsyncIterator[None]:
         with suppress(TimeoutError):
@@ -123,9 +123,9 @@ def _finding(proxy: Proxy) -> Callable[[web.Application], AsyncIterator[None]]:
 
 
 def _held(config: ProxyConfig) -> list[socket.socket]:
-    """The port, which workers of this process share, and no other process of this user has from now on.
+    """Reserve the port: workers of this process share it, and no other process of this user can have it.
 
-    :raises ConfigError: it cannot be had.
+    :raises ConfigError: it is unavailable.
     """
     held = asyncio.run(bound(endpoint(config.host, config.port)))
     for each in held:
@@ -142,16 +142,16 @@ def _pipe(undo: ExitStack) -> tuple[int, int]:
 
 
 class _Place(msgspec.Struct):
-    """What a worker has of the process that started it."""
+    """A worker's channels to the process that started it."""
 
     seat: Seat
-    orders: int  # a pipe: a byte means what a signal means; at its end that process is dead
+    orders: int  # a pipe: a byte has the meaning of a signal; at its end that process is dead
     says: int  # a pipe: see `_SERVES`
     is_again: bool
 
     def heed(self, drain: Callable[[], None], end: Callable[[], None]) -> None:
-        """Have the running loop call `drain` at the first order, and `end` at the second. SIGTERM, which may come to a
-        whole group and so to the parent, too, is no order."""
+        """Have the running loop call `drain` at the first order, and `end` at the second. SIGTERM drains, but is
+        not an order: sent to the whole group, it reaches the parent, too, which then gives one."""
         loop = asyncio.get_running_loop()
         count = 0
 
@@ -160,7 +160,7 @@ class _Place(msgspec.Struct):
             told = os.read(self.orders, 16)
             count += len(told)
             drain()
-            if count > 1 or not told:  # nobody who was killed may hold the port, which is to be served again
+            if count > 1 or not told:  # after a kill, nobody may hold the port, which is about to be served again
                 end()
             if not told:
                 loop.remove_reader(self.orders)
@@ -170,20 +170,20 @@ class _Place(msgspec.Struct):
 
 
 class _Worker(msgspec.Struct):
-    """One of them, as long as it runs and until it is started again."""
+    """A worker process, while it runs and until it is restarted."""
 
     number: int
-    pid: int = 0  # it does not run
+    pid: int = 0  # 0: not running
     started_at: float = float("-inf")
     orders: int = -1
     heard: int = -1
-    has_served: bool = False  # ever
+    has_served: bool = False  # since the first start
     beat: int = 0
     beat_at: float = 0.0
 
 
 class _Workers:
-    """The process that starts them."""
+    """The process that starts the workers."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
@@ -197,16 +197,16 @@ class _Workers:
         self._failed = ""  # why it ends
 
     def run(self) -> None:
-        """:raises ConfigError: one cannot serve."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody hears of a worker's end
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one may be left when signals are not blocked any more
+        """:raises ConfigError: a worker cannot serve."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, the end of a worker would go unnoticed
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one may be pending when signals are unblocked
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         gc.collect()
-        gc.freeze()  # the pages of what is here already stay shared
+        gc.freeze()  # keeps the pages of existing objects shared
         try:
             while not self._stopping_at or any(each.pid for each in self._all):
                 self._start_due()
-                # Not `sigtimedwait`: for a process that was stopped and goes on, Python's tells a signal nobody sent.
+                # Not `sigtimedwait`: when a stopped process continues, Python's version returns a signal nobody sent.
                 signal.setitimer(signal.ITIMER_REAL, _LOOK_S if self._is_busy else AGAIN_S)
                 self._heed(signal.sigwaitinfo(_SIGNALS).si_signo)
                 self._end_hung()
@@ -307,7 +307,7 @@ class _Workers:
             return
         status = 1
         try:
-            for each in self._all:  # else nobody would see that this process's parent is dead
+            for each in self._all:  # otherwise this process's death would go unnoticed
                 if each is worker or each.pid:
                     os.close(each.orders)
                     os.close(each.heard)
@@ -316,12 +316,12 @@ class _Workers:
             os._exit(status)
 
     def _serve(self, worker: _Worker, orders: int, says: int) -> int:
-        """In the worker."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the parent says so, too
+        """Runs in the worker."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the parent passes it on
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         number = worker.number
         logs.name_worker(number)
-        if number:  # who came and went, the first one says
+        if number:  # only the first worker logs who came and went
             logging.getLogger("pdx.proxy.engines").setLevel(logging.WARNING)
         config = msgspec.structs.replace(
             self._config,

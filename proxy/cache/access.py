@@ -1,7 +1,8 @@
-"""Who may ask at the administrator's address, and say verbs there: whoever shows the token, or without one, whoever
-reaches a Unix socket of this user.
+"""Who may use the admin address and its verbs: whoever presents the token, or without one, whoever reaches a Unix
+socket of this user.
 
-A loopback address is open to every user of the host, and to their browsers' pages, so verbs need the token there, too.
+Every user of the host, and pages in their browsers, can reach a loopback address, so verbs require the token there,
+too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pdx.security.secret_file import Token
 from pdx.telemetry.env import Env
 from pdx.telemetry.recent import remember
 
-MAX_FAILED = 32  # of one address, in …
+MAX_FAILED = 32  # per address, within …
 WINDOW_S = 10.0
 _MAX_ADDRESSES = 1024
 _PORT = re.compile(r":\d*$")
@@ -28,9 +29,9 @@ _PORT = re.compile(r":\d*$")
 
 @web.middleware
 async def refuse_strange_names(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """At a loopback address, let in only who calls it by a name of this host, or by none: by an IP address, or as
-    probes of HTTP/1.0 do. A page of elsewhere can have its own name lead there (DNS rebinding), and a browser of this
-    host would let it read all that is told without a token."""
+    """At a loopback address, accept only requests that name this host, an IP address, or no host, as HTTP/1.0 probes
+    do. A foreign page can make its own name resolve to loopback (DNS rebinding), and a browser on this host would let
+    it read everything that is available without a token."""
     where = request.transport.get_extra_info("sockname") if request.transport is not None else None
     name = _PORT.sub("", request.headers.get("Host", "localhost").lower()).strip("[]").removesuffix(".")
     is_own = is_ip(name) or f".{name}".endswith(".localhost") or name == socket.gethostname().lower()
@@ -40,23 +41,24 @@ async def refuse_strange_names(request: web.Request, handler: Handler) -> web.St
 
 
 class Access:
-    """Lets requests in, or not. `counters` counts refusals as `controllers_denied`."""
+    """Checks requests. `counters` counts refusals as `controllers_denied`."""
 
     def __init__(self, token_file: str, env: Env) -> None:
-        """`token_file`: empty, there is none. :raises ConfigError: see `Token`."""
+        """`token_file`: empty if there is none. :raises ConfigError: see `Token`."""
         self._token = Token(token_file) if token_file else None
         self._counters = env.counters
         self._faults = env.faults
         self._clock = env.clock
-        self._failed: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when, and how many, by address
+        self._failed: OrderedDict[str, tuple[float, int]] = OrderedDict()  # by address: since when, and how many
 
     def check(self, request: web.Request, *, reads: bool = False) -> None:
-        """Before anything of its body is read. `reads`: it is no verb; if there is no token, everybody may ask it.
+        """Check a request before any of its body is read. `reads`: it is not a verb; without a token, anyone may send
+        it.
 
-        After MAX_FAILED wrong tokens in WINDOW_S, the address that they came from is not listened to until that time is
-        over, whatever it shows. A Unix socket has no address: only this user reaches it.
+        After MAX_FAILED wrong tokens within WINDOW_S, their source address is rejected until the window ends, whatever
+        it presents. A Unix socket has no address: only this user reaches it.
 
-        :raises RequestRefused: it may say no verbs.
+        :raises RequestRefused: the request may not use verbs.
         """
         if reads and self._token is None:
             return
@@ -102,7 +104,7 @@ class Access:
 
 
 def _is_unix(request: web.Request) -> bool:
-    """Whether it came by a Unix socket, which `pdx.proxy.server` makes this user's alone."""
+    """Whether it came through a Unix socket, which `pdx.proxy.server` makes accessible only to this user."""
     transport = request.transport
     socket = transport.get_extra_info("socket") if transport is not None else None
     return socket is not None and socket.family.name == "AF_UNIX"

@@ -1,4 +1,4 @@
-"""What nodes were asked and have not answered yet: numbers, deadlines, and whose answer counts."""
+"""Requests to nodes that are not answered yet: numbers, deadlines, and whose answer counts."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from pdx.wire.proxy import Order, Reply
 from pdx.wire.status import Explained
 from pdx.wire.verbs import AnyVerb, Why
 
-AT_A_TIME = 32  # of one node; it can leave 64 answers unread by the proxy, reports included
-WHY_S = 0.1  # that an answer to a client may wait for what nodes say of its hints
-MAX_WHY = 256  # clients' requests that wait for that at a time
-_OF_ALL = 0  # the number of what all nodes are asked
+AT_A_TIME = 32  # per node; it can have 64 answers queued to the proxy, reports included
+WHY_S = 0.1  # how long a client's answer may wait for what nodes say about its hints
+MAX_WHY = 256  # client requests that wait for that at a time
+_OF_ALL = 0  # number of a request to all nodes
 
 
 class Orders:
-    """The orders under way. All calls on one event loop.
+    """Requests in flight. All calls on one event loop.
 
-    `counters` counts what was not taken in: `replies_late` (also a second one), `replies_misplaced` (of a node that was
-    not asked), `replies_wrong` (of another type than the verb has).
+    `counters` counts rejected replies: `replies_late` (also duplicates), `replies_misplaced` (from a node that was not
+    asked), `replies_wrong` (of another type than the verb's).
     """
 
     def __init__(self, control: Control, env: Env) -> None:
         self._control = control
         self._counters = env.counters
         self._faults = env.faults
-        # Not from 1: an answer to this proxy's last life is no answer to this one.
+        # Not from 1: an answer to this proxy's previous life must not match.
         self._numbers = itertools.count(secrets.randbits(60) + 1)
         self._under_way: dict[int, tuple[str, AnyVerb, asyncio.Future[Outcome]]] = {}
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # while somebody waits or asks
-        self._whys: dict[str, asyncio.Future[list[Verdict]]] = {}  # by a client's request
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # kept while in use
+        self._whys: dict[str, asyncio.Future[list[Verdict]]] = {}  # by client request
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     async def ask(self, node: str, verb: AnyVerb, wait_s: float) -> Outcome:
-        """What the node answers, which may be `Refused`. Waiting for a turn counts, too.
+        """A node's answer, which may be `Refused`. Waiting for a turn counts towards `wait_s`.
 
-        :raises NodeUnavailable: it cannot be reached, or has not answered in `wait_s`, or was started again.
-        :raises ProtocolError: it answered with something else.
+        :raises NodeUnavailable: the node is unreachable, did not answer within `wait_s`, or was restarted.
+        :raises ProtocolError: the answer has another type.
         """
         turn = self._turns.setdefault(node, asyncio.Semaphore(AT_A_TIME))
         try:
@@ -70,9 +70,8 @@ class Orders:
             del self._under_way[number]
 
     async def verdicts(self, request: str) -> list[Verdict]:
-        """What became of the hints of a client's request: of all engines of the node that knows it and answers first.
-        Empty: none answers in WHY_S, or too many wait already.
-        """
+        """What became of the hints of a client's request, for all engines of the first node that knows it and answers.
+        Empty if none answers within WHY_S, or too many requests are waiting."""
         if len(self._whys) >= MAX_WHY or request in self._whys or not _can_be_said(request):
             return []
         self._whys[request] = asyncio.get_running_loop().create_future()
@@ -103,14 +102,14 @@ class Orders:
             answer.set_result(reply.outcome)
 
     def _explained(self, explained: Explained) -> None:
-        """By a node: with nothing, if it does not know the request."""
+        """A node's explanation; without verdicts if it does not know the request."""
         for request, waiting in self._whys.items():
             engines = {one.engine: one for one in reversed(explained.requests) if request in one.request}
             if engines and not waiting.done():
                 waiting.set_result([verdict for one in engines.values() for verdict in one.verdicts])
 
     def lost(self, node: str, why: str) -> None:
-        """What this node was told is not answered any more."""
+        """This node will not answer what it was sent before."""
         for asked, _, answer in self._under_way.values():
             if asked == node and not answer.done():
                 answer.set_exception(NodeUnavailable(f"node {node!r} {why}; whether it has done it is not known"))
@@ -121,5 +120,5 @@ class Orders:
 
 
 def _can_be_said(request: str) -> bool:
-    """Whether a message can say this name of a client's; an empty one would stand for all requests."""
+    """Whether a message can contain this client's name; an empty one would stand for all requests."""
     return 0 < len(request) <= MAX_NAME and not any("\ud800" <= one <= "\udfff" for one in request)

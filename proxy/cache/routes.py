@@ -1,6 +1,6 @@
-"""Verbs over HTTP: POST /cache/VERB on the administrator's address. docs/controller.md is the contract.
+"""Verbs over HTTP: POST /cache/VERB on the admin address. docs/controller.md is the contract.
 
-Neither a token nor what a body says is ever logged: bodies have the tokens of users' prompts.
+Neither tokens nor bodies are ever logged: bodies contain the tokens of users' prompts.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from pdx.wire.objects import Failure, encode_answers, form_of
 from pdx.wire.proxy import NodeReport
 from pdx.wire.verbs import VERBS
 
-_ALL_BODIES = 8  # times the largest body: what bodies of verbs may hold together
-LARGE_BYTES = 256 << 10  # to decode more takes its time
-AT_A_TIME = 1024  # verbs under way
-WAIT_S, LEAST_WAIT_S, MOST_WAIT_S = 5.0, 0.05, 60.0  # that each node has to answer
-# Of what is not in here 409 where a node refused: what it has now does not allow it. Else 502.
+_ALL_BODIES = 8  # the memory limit for all bodies, in multiples of the largest one
+LARGE_BYTES = 256 << 10  # larger bodies take noticeable time to decode
+AT_A_TIME = 1024  # verbs in flight
+WAIT_S, LEAST_WAIT_S, MOST_WAIT_S = 5.0, 0.05, 60.0  # how long each node has to answer
+# Errors not listed here: 409 if a node refused because of its current state, else 502.
 _STATUS: Mapping[str, int] = {
     ChunkMissing.__name__: 404,
     Exhausted.__name__: 503,
@@ -63,7 +63,7 @@ _STATUS: Mapping[str, int] = {
 
 
 class CacheControl:
-    """All that the proxy has for controllers; one per proxy, on its event loop."""
+    """The controller API of the proxy; one per proxy, on its event loop."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class CacheControl:
         metrics: Metrics,
         chunks: Following | None,
     ) -> None:
-        """`chunks`: see `Verbs`. :raises ConfigError: the token's file is wrong."""
+        """`chunks`: see `Verbs`. :raises ConfigError: the token file is invalid."""
         self.instances = Instances(control, env, silent_s=config.heartbeat_timeout_s)
         self.orders = Orders(control, env)
         self.verbs = Verbs(self.instances, self.orders, engines, legs, chunks)
@@ -130,7 +130,7 @@ class CacheControl:
         try:
             async with self._intake.body(request) as raw:
                 if len(raw) > LARGE_BYTES:
-                    async with self._turn:  # decoding takes its time: one after the other, and others between
+                    async with self._turn:  # decoding takes time: one at a time, with other work between
                         await asyncio.sleep(0)
                         said = _decoded(self._decoders[name], raw)
                 else:
@@ -145,7 +145,7 @@ class CacheControl:
 
 
 def _asked(request: web.Request) -> tuple[list[str], float]:
-    """`?node=NAME` as often as there are nodes to ask, and `wait_s`: how long each has to answer."""
+    """`?node=NAME`, once per node to ask, and `wait_s`: how long each has to answer."""
     unknown = request.query.keys() - {"node", "wait_s"}
     try:
         wait_s = float(request.query.get("wait_s", WAIT_S))
@@ -164,7 +164,7 @@ def _decoded(decoder: msgspec.json.Decoder[Any], raw: bytes | bytearray) -> Any:
 
 
 def _kind(error: PdxError) -> str:
-    """The name of a class in `pdx.errors`, whatever a node says."""
+    """The name of a class in `pdx.errors`, whatever the node sent."""
     return _known(error.error) if isinstance(error, VerbRefused) else type(error).__name__
 
 
@@ -174,7 +174,7 @@ def _known(name: str) -> str:
 
 
 def error_answer(error: PdxError) -> web.Response:
-    """What controllers take for this error."""
+    """The HTTP answer for this error."""
     kind, headers = _kind(error), {}
     status = _STATUS.get(kind, 502)
     if isinstance(error, VerbRefused):

@@ -1,6 +1,6 @@
-"""The verbs of controllers: which nodes there are, which of them are told what, and what they answer. No HTTP here.
+"""The controllers' verbs: which nodes exist, which of them receive a verb, and what they answer. No HTTP.
 
-What is wrong with one of several nodes is in its entry, and the others are answered.
+An error of one node is reported in its entry and does not affect the others.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from pdx.wire.verbs import (
     node_of,
 )
 
-FORGET_S = 3600.0  # a node without a roster that was silent for so long is forgotten
-_NAMED = 16  # names in an error's text
+FORGET_S = 3600.0  # a node that is not in a roster is forgotten after this silence
+_NAMED = 16  # names in an error message
 ALL = "*"
 _TOKENIZE_S = 30.0
-_AGAIN_S, _SELDOM_S = 0.02, 0.5  # between two questions to a node whose tiers have not answered, doubling
+_AGAIN_S, _SELDOM_S = 0.02, 0.5  # between two lookups while a node's tiers have not answered, doubling
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """A node as it was when it was last heard of. `report` is None: the roster names it, and it has not reported."""
+    """A node as last reported. `report` is None if the roster names it and it has not reported."""
 
     name: str
     report: NodeReport | None
@@ -74,7 +74,7 @@ class Instances:
         self._seen: dict[str, Instance] = {}
 
     def report(self, report: NodeReport) -> bool:
-        """Take in a node's word; True: it is another life of a node that was known."""
+        """Process a node's report; True if a known node was restarted."""
         before = self._seen.pop(report.node, None)
         if before is None and len(self._seen) >= MAX_NODES:
             self._expire()
@@ -84,7 +84,7 @@ class Instances:
         return before is not None and before.report is not None and before.report.epoch != report.epoch
 
     def all(self) -> dict[str, Instance]:
-        """By name: those that have reported, and those that the roster names."""
+        """By name: those that have reported, and those in the roster."""
         members = self._control.members()
         if members is None:
             self._expire()
@@ -96,7 +96,7 @@ class Instances:
         self._seen = {name: each for name, each in self._seen.items() if each.seen_at >= oldest}
 
     def named(self, names: Collection[str]) -> dict[str, Instance]:
-        """Those of these names; of none: all. :raises SelectionError: one is not known."""
+        """The instances with these names; without names, all. :raises SelectionError: a name is unknown."""
         known = self.all()
         for name in names:
             if name not in known:
@@ -105,23 +105,23 @@ class Instances:
         return {name: known[name] for name in names} if names else known
 
     def get(self, name: str) -> Instance:
-        """The one of this name. :raises SelectionError: there is none."""
+        """The instance of this name. :raises SelectionError: there is none."""
         return self.named([name])[name]
 
     def check_heard(self, instance: Instance) -> None:
-        """:raises NodeUnavailable: it has not been heard of lately."""
+        """:raises NodeUnavailable: it has not reported lately."""
         if problem := self.problem(instance):
             raise NodeUnavailable(f"node {instance.name!r} {problem}")
 
     def problem(self, instance: Instance) -> str:
-        """Why it cannot be told anything, empty: it can."""
+        """Why it cannot receive a verb; empty if it can."""
         if instance.report is None:
             return "is in the roster, and has not reported to this proxy"
         age_s = self._clock() - instance.seen_at
         return f"has not been heard of for {age_s:.0f} s" if age_s >= self._silent_s else ""
 
     def models(self) -> list[Model]:
-        """How the engines that are attached to nodes name the chunks of a prompt, of those that have told."""
+        """How attached engines name the chunks of a prompt, as far as reported."""
         return [
             Model(engine.engine, engine.url, engine.layout, engine.shape)
             for each in self.all().values()
@@ -132,23 +132,23 @@ class Instances:
 
 
 class Verbs:
-    """All calls on one event loop. Each method raises what `pdx.errors` says of its body, its node, or its chunks."""
+    """All calls on one event loop. Methods raise the errors of `pdx.errors` for an invalid body, node or chunks."""
 
     def __init__(
         self, instances: Instances, orders: Orders, engines: Engines, legs: Legs, chunks: Following | None
     ) -> None:
-        """`chunks`: what nodes tell of theirs; without it, and where that is not known of all nodes, they are asked."""
+        """`chunks`: the index of what nodes have; without it, or while it is incomplete, nodes are asked."""
         self._instances = instances
         self._orders = orders
         self._engines = engines
         self._chunks = chunks
         self._legs = legs
-        self._turn = asyncio.Semaphore(1)  # to make keys: more threads of Python would only hold up the loop
+        self._turn = asyncio.Semaphore(1)  # for computing keys: more Python threads would only delay the loop
 
     async def carry_out(self, kind: type[Verb], said: Any, names: Collection[str], wait_s: float) -> dict[str, Outcome]:
-        """What each of these nodes makes of a verb, in the form that `pdx.wire.objects` has for it.
+        """Send a verb to these nodes; returns their answers in the verb's form in `pdx.wire.objects`.
 
-        :raises VerbRefused: the only node that was named refuses it.
+        :raises VerbRefused: the only named node refuses it.
         """
         nodes = self._nodes(kind, said, names)
         envelope = advice(bytes(said.hints)) if kind is Advise else None
@@ -167,18 +167,18 @@ class Verbs:
             found = await self.settled(nodes, verb, wait_s)
         if envelope is None:
             return found
-        return {  # each field has a verdict, also those of which nodes are not told
+        return {  # every field gets a verdict, also those that are not sent to nodes
             name: Advised(envelope.answer(each.verdicts)) if isinstance(each, Advised) else each
             for name, each in found.items()
         }
 
     async def settled(self, nodes: Mapping[str, Instance], verb: AnyVerb, wait_s: float) -> dict[str, Outcome]:
-        """What each of these nodes answers, or why it does not."""
+        """Each node's answer, or why there is none."""
         outcomes = await asyncio.gather(*(self._settled(node, verb, wait_s) for node in nodes.values()))
         return dict(zip(nodes, outcomes, strict=True))
 
     def _nodes(self, kind: type[Verb], said: Any, names: Collection[str]) -> dict[str, Instance]:
-        """:raises SelectionError: one is not known, or none is named for a verb that must not go to all of them."""
+        """:raises SelectionError: a name is unknown, or none is given for a verb that must not go to all nodes."""
         if kind in (CheckFinish, EndJob):
             names = [node_of(said.job)]
         if not names and not kind.only_looks():
@@ -189,10 +189,10 @@ class Verbs:
         return nodes
 
     async def _read(self, kind: type[Verb], said: Any) -> Any:
-        """The verb as nodes are told.
+        """The verb as nodes receive it.
 
-        :raises SelectionError: which chunks it is about is not said, or said twice, or it names none.
-        :raises NoEngine: it is about a text, and no engine makes tokens of it.
+        :raises SelectionError: the chunks are not specified, or in two ways, or there are none.
+        :raises NoEngine: it is about a text, and no engine tokenizes it.
         """
         fields = {name: getattr(said, name) for name in said.__struct_fields__}
         prompt: Prompt | None = fields.get("what")
@@ -212,12 +212,12 @@ class Verbs:
                 raise SelectionError("the messages are nested too deeply") from error
             tokens = await self._tokenize(next((model for model in models if model.url), models[0]), written)
             prompt = msgspec.structs.replace(prompt, text=None, messages=None, tokens=tokens)
-        # In a thread: a million tokens take a second, in which clients would wait.
+        # In a thread: a million tokens take a second, during which clients would wait.
         async with self._turn:
             return await asyncio.to_thread(about, verb, prompt, models)
 
     def _by_index(self, ask: Find, nodes: Mapping[str, Instance]) -> dict[str, Outcome] | None:
-        """What the index knows of it; None: nodes are to be asked."""
+        """The index's answer; None: nodes have to be asked."""
         if self._chunks is None or not ask.what.keys or ask.ask:
             return None
         known, is_complete = self._chunks.lookup(ask.what.keys)
@@ -234,7 +234,8 @@ class Verbs:
         return found
 
     async def _ask(self, node: Instance, verb: AnyVerb, wait_s: float) -> Outcome:
-        """Of a lookup what is there once all tiers have answered, or what is known of it after `wait_s`."""
+        """A node's answer. A lookup is repeated until all tiers have answered, or `wait_s` is over; then what is known
+        counts."""
         self._instances.check_heard(node)
         until, pause_s = asyncio.get_running_loop().time() + wait_s, _AGAIN_S
         outcome = await self._orders.ask(node.name, verb, wait_s)
@@ -261,9 +262,9 @@ class Verbs:
             return Refused.of(error)
 
     async def _tokenize(self, model: Model, body: bytes) -> list[int]:
-        """The tokens that an engine makes of a text. It is asked without a key: a controller's is none of its own.
+        """Tokenize a text at an engine. The request has no key: a controller's key is not an engine's.
 
-        :raises NoEngine: it cannot be asked, or answers with something else.
+        :raises NoEngine: no engine can be asked, or its answer is invalid.
         """
         url = base_url(model.url) if model.url else ""
         engine = next((each for each in self._engines.all() if each.url == url), None)
