@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _A = TypeVar("_A", bound=messages.Answer)
 _ASK_AGAIN_S = 0.002
-_ASK_SELDOM_S = 0.05  # nobody asks less often than that
+_ASK_SELDOM_S = 0.05  # the longest pause between two asks
 _FETCH_S = 5.0
 
 
@@ -46,7 +46,7 @@ def connect(address: str | None = None, timeout_s: float = 5.0) -> Node:
 
 
 class Node(Closing):
-    """A node, as an attached process sees it. Any thread may use it. Everything ends with `close()`."""
+    """A node as seen by an attached process. Thread-safe. `close()` ends everything."""
 
     def __init__(self, connection: Connection, timeout_s: float) -> None:
         self._connection = connection
@@ -59,16 +59,16 @@ class Node(Closing):
 
     @property
     def address(self) -> str:
-        """Where it is."""
+        """The address of the node's socket."""
         return self._connection.address
 
     def reserve(self, name: str, nbytes: int, *, parts: int = 1, push_to: str = "") -> WritableChunk:
-        """Room for a new chunk of `nbytes`, which may be filled in `parts` equal parts.
+        """Reserve room for a new chunk of `nbytes`, which may be filled in `parts` equal parts.
 
-        `push_to`: the name of another node that gets it, part by part as they are filled.
+        `push_to`: the name of another node that gets the chunk too, each part as soon as it is filled.
 
-        :raises ChunkExists: somebody fills or filled a chunk of that name.
-        :raises ArenaFull: no room now. :raises ArenaTooSmall: never.
+        :raises ChunkExists: a chunk of that name exists or is being filled.
+        :raises ArenaFull: there is no room now. :raises ArenaTooSmall: there will never be room.
         """
         if nbytes == 0:
             raise ProtocolError("a chunk has at least one byte; nbytes is 0")
@@ -80,12 +80,12 @@ class Node(Closing):
         return WritableChunk(self, name, answer.granted_slots[0], parts)
 
     def get(self, name: str, *, lease_s: float = 60.0, wait_s: float | None = None, source: str = "") -> ReadableChunk:
-        """The sealed chunk of that name, kept for `lease_s` or until released; waits up to `wait_s` for it.
+        """Lease the sealed chunk of that name for `lease_s` or until released; wait up to `wait_s` for it.
 
-        `source`: the name of another node that is asked for it if it is not here. `wait_s` is 0 by default, and 5 with
-        a source or where it is on its way from the node's disk.
+        `source`: the name of another node to fetch it from if it is not here. `wait_s` defaults to 0, or to 5 with a
+        source or while the chunk is on its way from the node's disk.
 
-        :raises ChunkMissing: there is none, or it did not come in time.
+        :raises ChunkMissing: there is no such chunk, or it did not arrive in time.
         """
         ask = messages.Admit([named_key(name)], lease_s=lease_s, source=source)
         started_at = time.monotonic()
@@ -97,7 +97,7 @@ class Node(Closing):
             waited_s = time.monotonic() - started_at
             if waited_s >= limit_s:
                 raise ChunkMissing(f"no sealed chunk is named {name!r}{f' within {limit_s} s' if limit_s else ''}")
-            # A tenth of the wait: many that wait for what does not come cost the node little.
+            # Pause a tenth of the time waited so far: many callers that wait in vain cost the node little.
             time.sleep(min(max(waited_s / 10, _ASK_AGAIN_S), _ASK_SELDOM_S, limit_s - waited_s))
 
     def push(self, *names: str, to: str) -> None:
@@ -108,11 +108,11 @@ class Node(Closing):
         self._call(messages.Push([named_key(name) for name in names], to), messages.Done)
 
     def lookup(self, names: Sequence[str]) -> int:
-        """How many of the leading names are there, sealed."""
+        """How many leading names have a sealed chunk."""
         return self._call(messages.Admit([named_key(name) for name in names]), messages.Admitted).hits
 
     def pin(self, *names: str) -> None:
-        """Keep these chunks until as many `unpin`s; pins do not end with this process.
+        """Pin these chunks until they are unpinned as often; pins outlive this process.
 
         :raises ChunkMissing: one is not there (the others are pinned).
         """
@@ -123,19 +123,19 @@ class Node(Closing):
         self._call(messages.Pin([named_key(name) for name in names], pinned=False), messages.Done)
 
     def advise(self, hints: Mapping[str, Any], *names: str, cache_salt: str = "") -> dict[str, str]:
-        """Say something of the future of these chunks; without names, of what the last request of the session used that
-        `hints` names. See docs/hints.md for the envelope.
+        """Give hints about the future of these chunks; without names, about the chunks that the last request of the
+        session in `hints` used. See docs/hints.md for the envelope.
 
-        :returns: what became of each field, in words that begin with `accepted`, `clipped` or `refused`.
+        :returns: the verdict on each field, which begins with `accepted`, `clipped` or `refused`.
         """
         envelope = parse(dict(hints), cache_salt)
         answer = self._call(Advise(envelope.hints, [named_key(name) for name in names]), Advised)
         return {verdict.field: verdict.told for verdict in envelope.answer(answer.verdicts)}
 
     def delete(self, *names: str) -> int:
-        """Forget these chunks, pinned or not; readers keep theirs until they release it.
+        """Delete these chunks, pinned or not; readers keep theirs until they release them.
 
-        Returns how many were there.
+        Returns how many there were.
         """
         return self._call(messages.Delete([named_key(name) for name in names]), messages.Done).count
 
@@ -144,13 +144,13 @@ class Node(Closing):
         return self._call(Status(), NodeStatus)
 
     def why(self, request: str = "") -> Explained:
-        """Why chunks of the last requests whose name contains this were hits or not, the newest first."""
+        """Why chunks of the last requests whose name contains `request` were hits or not, the newest first."""
         return self._call(Why(request), Explained)
 
     def close(self) -> None:
         """Detach: leases end, unsealed chunks are given back. Idempotent.
 
-        Memory of a GPU stays mapped as long as a tensor of it lives. Waits for what the GPU has been asked to do.
+        GPU memory stays mapped as long as a tensor on it lives. Waits for the GPU to finish its queued work.
         """
         arena, self._arena = self._arena, None
         device, self._device = self._device, -1
@@ -166,7 +166,7 @@ class Node(Closing):
 
 
 class _MappedChunk:
-    """A slot of the arena in this process's address space; on a GPU, from the first `tensor` on."""
+    """A slot of the arena, mapped into this process; a GPU's is mapped by the first `tensor`."""
 
     _is_writable = False
 
@@ -186,25 +186,25 @@ class _MappedChunk:
         return self.slot.nbytes
 
     def check(self) -> None:
-        """:raises StaleSlot: the memory is somebody else's now; what was read through a view may be torn."""
+        """:raises StaleSlot: the memory is no longer this chunk's; data read through a view may be torn."""
         self._arena.check(self.slot)
 
     @property
     def view(self) -> memoryview:
-        """The chunk's bytes, read-only but while this process fills it.
+        """The chunk's bytes, writable only while this process fills the chunk.
 
         :raises StaleSlot: see `check`.
-        :raises LayoutError: they are on a GPU; use `tensor`.
+        :raises LayoutError: the bytes are on a GPU; use `tensor`.
         """
         view = self._arena.view(self.slot)
         return view if self._is_writable and self._open else view.toreadonly()
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> torch.Tensor:
-        """The chunk's bytes as a tensor that shares them, on the node's GPU if it has one. Of a readable chunk: read,
-        do not write.
+        """The chunk's bytes as a tensor that shares them, on the node's GPU if it has one. Do not write to the tensor
+        of a readable chunk.
 
         :raises StaleSlot: see `check`.
-        :raises GpuError: this process cannot map memory of that GPU. :raises NodeError: the node does not let it.
+        :raises GpuError: this process cannot map that GPU's memory. :raises NodeError: the node does not let it.
         """
         import torch
 
@@ -214,7 +214,7 @@ class _MappedChunk:
         return torch.frombuffer(self._arena.view(self.slot), dtype=dtype).view(tuple(shape))
 
     def _on_gpu(self) -> tuple[int, DeviceSpan]:
-        """The GPU's ordinal in this process, and the chunk's bytes, mapped for it."""
+        """The GPU's ordinal in this process, and the chunk's bytes, mapped on that GPU."""
         from pdx.cuda.arena import GpuArena
         from pdx.cuda.gpu import Gpu
 
@@ -237,18 +237,18 @@ class WritableChunk(_MappedChunk):
         self._parts = parts
 
     def fill(self, part: int) -> None:
-        """Part `part` is filled. Parts not named are taken as filled by `seal()`.
+        """Declare one part filled. `seal()` takes all other parts as filled.
 
-        On a GPU, this and `seal` wait for what the GPU has been asked to do.
+        On a GPU, this and `seal` wait for the GPU to finish its queued work.
 
-        :raises StaleSlot: the reservation ended before.
+        :raises StaleSlot: the reservation has ended.
         """
         self._fill(messages.Fill([self.slot], first_layer=part))
 
     def seal(self) -> None:
-        """The chunk is whole: from now on others can get it and nobody may write it.
+        """Declare the chunk whole: from now on other processes can get it, and no process may write to it.
 
-        :raises StaleSlot: the reservation ended before.
+        :raises StaleSlot: the reservation has ended.
         """
         self._fill(messages.Fill([self.slot], layers=self._parts, seal=True))
         self._open = False
@@ -270,20 +270,20 @@ class WritableChunk(_MappedChunk):
 
 
 class ReadableChunk(_MappedChunk):
-    """A sealed chunk that stays until released."""
+    """A sealed chunk, leased until released."""
 
     def __init__(self, node: Node, name: str, slot: Slot, lease: int) -> None:
         super().__init__(node, name, slot)
         self._lease = lease
 
     def renew(self, lease_s: float) -> None:
-        """Keep it `lease_s` from now. :raises ChunkMissing: the lease has ended already."""
+        """Extend the lease to `lease_s` from now. :raises ChunkMissing: the lease has already ended."""
         self._node._call(messages.Renew(self._lease, lease_s), messages.Done)
 
     def release(self) -> None:
-        """The node may evict it. Idempotent.
+        """End the lease, so that the node may evict the chunk. Idempotent.
 
-        :raises ChunkMissing: the lease had ended before, so the memory may have been another's meanwhile.
+        :raises ChunkMissing: the lease had already ended, so the memory may have held another chunk meanwhile.
         """
         if self._open and self._lease:
             self._open = False
@@ -295,7 +295,7 @@ class ReadableChunk(_MappedChunk):
 
 
 def _synchronize(device: int) -> None:
-    """What this process has asked that GPU to do, with chunks' tensors as well, is done."""
+    """Wait for all work that this process has queued on that GPU, including work on chunks' tensors."""
     if device >= 0:
         import torch
 

@@ -1,10 +1,10 @@
 """One process's connection to its node: typed messages over a DEALER socket, and the node's arena mapped.
 
-Any thread may use it; one lock guards the socket and the answers, and nobody waits for the node with that lock held.
-Nothing here waits longer than it is told to. What gives something back (`pdx.client.outbox`) is kept until the node has
-answered it; of all else, what a node that does not read has no room for is dropped and counted.
+Any thread may use it; one lock guards the socket and the answers, and no thread waits for the node while holding it.
+No call waits longer than its timeout. A message that gives something back (`pdx.client.outbox`) is kept until the node
+has answered it, and a question until it is sent; any other message is dropped and counted while the node does not read.
 
-A connection serves one node process: when that dies, `is_alive` turns False for good, and a new one is opened.
+A connection serves one node process: when that dies, `is_alive` turns False for good, and its owner opens another.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ log = logging.getLogger("pdx.client")
 
 HEARTBEAT_S = 1.0
 _LINGER_MS = 300
-_LOOK_S = 0.2  # between two looks whether a node that has not answered lives
+_LOOK_S = 0.2  # between two checks whether a node that has not answered is alive
 _NOT_BY_NAME = frozenset({"RequestRefused", "LegFailed", "TierError", "Exhausted", "VerbRefused", "PdxError"})
 _A = TypeVar("_A", bound=messages.Answer)
 
 
 class Connection(Closing):
-    """Opened at once, attached by `attach`: until then the node may not even run."""
+    """A connection that is opened at once and attached by `attach`; until then the node need not even run."""
 
     def __init__(self, address: str, hello: messages.Hello) -> None:
         self.address = address
-        self.running = 0  # told to the node with each heartbeat, as is what was counted since the last one
-        self.chunk_s = 0.0  # likewise: how long this process computes for a chunk's tokens; 0: not known
-        self.load_s = 0.0  # likewise: how long this process copies a chunk into its KV cache; 0: not known
+        self.running = 0  # requests; sent to the node with each heartbeat, as are the counts since the last one
+        self.chunk_s = 0.0  # likewise: how long this process takes to compute a chunk's tokens; 0: unknown
+        self.load_s = 0.0  # likewise: how long this process takes to copy a chunk into its KV cache; 0: unknown
         self._keyed = b""  # likewise, see `key_by`
         self._degraded: Counter[str] = Counter()
-        self._warned: set[str] = set()  # reasons of which the first was logged
+        self._warned: set[str] = set()  # reasons whose first occurrence was logged
         self._context = zmq.Context()
-        for cpu in range(os.cpu_count() or 1):  # the engine's thread may be pinned to cores that it keeps busy
+        for cpu in range(os.cpu_count() or 1):  # else ZMQ's threads share the cores of a busy, pinned engine thread
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # all that was asked for: a node drops answers that find no room
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # no limit: a node drops answers for which there is no room
         self._socket.connect(address)
-        # Guards the socket and all below. Waited for: answers, and that nobody looks at the socket any more.
+        # Guards the socket and all below. Notified when answers come and when a thread has stopped polling.
         self._lock = threading.Condition()
         self._seq = 0
-        self._answers: dict[int, messages.Answer | None] = {}  # asked for: None until the answer is there
-        self._num_answers = 0  # that have come to what was asked for
-        self._owed_since = 0.0  # something was sent that is to be answered, and nothing came since; 0: nothing is owed
+        self._answers: dict[int, messages.Answer | None] = {}  # to questions; None until the answer comes
+        self._num_answers = 0  # answers to questions that have come so far
+        self._owed_since = 0.0  # since when the node has owed an answer and sent nothing; 0: it owes none
         self._outbox = Outbox()
-        # A socket may not be polled while another thread uses it, but its descriptor may. That one is readable once for
-        # all that has come, so whoever finds something while using the socket wakes the thread that polls.
+        # A socket may not be polled while another thread uses it, but its descriptor may. The descriptor becomes
+        # readable once for all pending messages, so a thread that finds some while using the socket wakes the poller.
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._arrivals = select.poll()
         for fd in (int(self._socket.getsockopt(zmq.FD)), self._wake_fd):
             self._arrivals.register(fd, select.POLLIN)
-        self._is_polled = False  # by one thread, without the lock; others that wait are told by it
+        self._is_polled = False  # by one thread, without the lock; that thread notifies the other waiters
         self._is_closing = False
         self._welcome: messages.Welcome | None = None
         self._arena: Arena | None = None
@@ -89,9 +89,9 @@ class Connection(Closing):
     # ---- attaching --------------------------------------------------------------------------
 
     def attach(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for the node's welcome; whether this process is attached now.
+        """Wait up to `timeout_s` for the node's welcome; return whether this process is attached now.
 
-        :raises ProtocolError: the node does not take this process.
+        :raises ProtocolError: the node does not accept this process.
         """
         if self._welcome is not None:
             return True
@@ -106,14 +106,14 @@ class Connection(Closing):
         except OSError as error:
             raise NodeUnavailable(f"the node at {self.address} died meanwhile: {error}") from error
         if not answer.pid:
-            # One process at a time listens there. If it is the one that has welcomed us it knows us now, too.
+            # Only one process at a time listens there, and only the one that welcomed us accepts this.
             self.call(messages.Ping(), timeout_s)
         self._welcome = answer
         self._heart.start()
         return True
 
     def _pidfd_of_listener(self, timeout_s: float) -> int:
-        """A pidfd of the node, from a PID namespace below the node's."""
+        """A pidfd of the node, for a process in a PID namespace below the node's."""
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(timeout_s)
             probe.connect(self.address.removeprefix("ipc://"))
@@ -144,15 +144,15 @@ class Connection(Closing):
             return False
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
-        return not poller.poll(0) and self._pidfd == pidfd  # else `close` was faster, and this was any file
+        return not poller.poll(0) and self._pidfd == pidfd  # else `close` was faster, and this may be any file
 
     def pidfd(self) -> int:
-        """Of the node, for a caller who closes it; only when attached. Its number may be another process's here."""
+        """A pidfd of the node, which the caller closes; only when attached. The pid may be another process's here."""
         return os.dup(self._pidfd)
 
     @property
     def epoch(self) -> int:
-        """The node's life that all slots of this connection belong to; 0 before it is attached."""
+        """The node's epoch, to which all slots of this connection belong; 0 before it is attached."""
         return self._welcome.epoch if self._welcome else 0
 
     @property
@@ -162,13 +162,13 @@ class Connection(Closing):
 
     @property
     def node_name(self) -> str:
-        """By which other nodes know the one that welcomed this process; empty before that."""
+        """The name by which peers know the node; empty before the node has welcomed this process."""
         return self._welcome.name if self._welcome else ""
 
     @property
     def arena(self) -> Arena:
-        """The node's arena; only when attached. Of one on a GPU this maps the generations: who maps its data (a
-        `pdx.cuda.arena.GpuArena`) unmaps it."""
+        """The node's arena; only when attached. Of a GPU arena (`pdx.cuda.arena.GpuArena`) only the generations are
+        mapped: a caller that maps its data unmaps it."""
         if self._arena is None:
             raise NodeUnavailable(f"not attached to the node at {self.address}")
         return self._arena
@@ -176,7 +176,7 @@ class Connection(Closing):
     # ---- messages ---------------------------------------------------------------------------
 
     def tell(self, body: messages.Ask) -> None:
-        """Send a message that wants no answer; never waits, never fails.
+        """Send a message that needs no answer; never waits, never fails.
 
         Lost if the node is gone. While the node does not read, what gives something back is kept, the rest dropped.
         """
@@ -185,7 +185,7 @@ class Connection(Closing):
                 self._dispatch(body)
 
     def ask(self, body: messages.Ask) -> int:
-        """Send a message; returns the number to `collect` or `forget` its answer by.
+        """Send a message; return the number by which to `collect` or `forget` its answer.
 
         :raises NodeUnavailable: the connection is closed.
         """
@@ -197,9 +197,9 @@ class Connection(Closing):
             return seq
 
     def collect(self, seq: int, timeout_s: float, *, or_another: bool = False) -> messages.Answer | None:
-        """The answer to `seq`, or None if it has not come within `timeout_s`. Other threads go on meanwhile.
+        """Return the answer to `seq`, or None if it does not come within `timeout_s`. Other threads go on meanwhile.
 
-        `or_another`: wait no longer than until an answer comes that somebody else is to collect.
+        `or_another`: also return None as soon as an answer to another question comes.
 
         :raises NodeError, ProtocolError: the node refused; the class says why.
         """
@@ -208,7 +208,7 @@ class Connection(Closing):
             before = self._num_answers
             while self._answers[seq] is None:
                 self._check_open()
-                self._flush()  # it may wait for room itself
+                self._flush()  # the question itself may wait for room
                 self._receive()
                 if self._answers[seq] is not None:
                     break
@@ -222,7 +222,7 @@ class Connection(Closing):
         return answer
 
     def forget(self, seq: int) -> None:
-        """Nobody will collect the answer to `seq`: what it grants is given back, now or when it comes."""
+        """Give up the answer to `seq`: what it grants is given back, now or when it comes."""
         with self._lock:
             self._outbox.forget(seq)
             answer = self._answers.pop(seq, None)
@@ -230,7 +230,7 @@ class Connection(Closing):
                 self._give_back(answer)
 
     def silent_s(self) -> float:
-        """For how long the node has said nothing at all, although it owes an answer; 0: it owes none. Never waits."""
+        """How long the node has been silent although it owes an answer; 0 if it owes none. Never waits."""
         with self._lock:
             if self._owed_since and not self._stop.is_set():
                 self._receive()
@@ -242,7 +242,7 @@ class Connection(Closing):
         :raises NodeUnavailable: none came within `timeout_s`, or the node has died.
         :raises NodeError, ProtocolError: the node refused.
         """
-        if not self.is_alive and not self._stop.is_set():  # the next one there knows nothing of this process
+        if not self.is_alive and not self._stop.is_set():  # a later node there does not know this process
             raise NodeUnavailable(f"the node at {self.address} has died")
         until = time.monotonic() + timeout_s
         seq = self.ask(body)
@@ -255,9 +255,9 @@ class Connection(Closing):
         return answer
 
     def call_for(self, body: messages.Ask, timeout_s: float, *kinds: type[_A]) -> _A:
-        """The same for what a user has said, which may be out of bounds, and an answer of one of these kinds.
+        """As `call`, for a message with a user's input, which may be out of bounds, and an answer of one of `kinds`.
 
-        :raises ProtocolError: the node would drop this message, or it answers something else.
+        :raises ProtocolError: the node would drop this message, or its answer is of another kind.
         """
         messages.decode_to_node(messages.encode(messages.ToNode(1, True, body)))
         answer = self.call(body, timeout_s)
@@ -266,9 +266,9 @@ class Connection(Closing):
         return answer
 
     def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
-        """Something was done without PDX, or with less of it: the node's counters will say so.
+        """Count something that was done without PDX, or with less of it, for the node's counters.
 
-        `text` with `args` is logged: a warning for the first of this reason, then for debugging only.
+        `text` with `args` is logged: as a warning the first time for this reason, then for debugging only.
         """
         with self._lock:
             self._degraded[reason] += times
@@ -278,14 +278,14 @@ class Connection(Closing):
             log.log(logging.DEBUG if is_known else logging.WARNING, text, *args)
 
     def key_by(self, fingerprint: bytes) -> None:
-        """This engine makes its keys with this fingerprint from now on: told at once, and with each heartbeat."""
+        """Tell the node, at once and with each heartbeat, by which fingerprint this engine makes its keys."""
         with self._lock:
             self._keyed = fingerprint
             if not self._stop.is_set():
                 self._heartbeat()
 
     def _heartbeat(self) -> None:
-        """Tell what is due. The answer to it tells what before it was lost."""
+        """Send a heartbeat. Its answer shows which earlier messages were lost."""
         degraded, self._degraded = self._degraded, Counter()
         self._flush()
         ping = messages.Ping(self.running, dict(degraded), self.chunk_s, self.load_s, self._keyed)
@@ -294,11 +294,11 @@ class Connection(Closing):
             self._degraded.update(degraded)
 
     def _owe(self) -> None:
-        """What is sent now is to be answered."""
+        """Note that the node owes an answer from now on."""
         self._owed_since = self._owed_since or time.monotonic()
 
     def _dispatch(self, body: messages.Ask, *, is_asked: bool = False) -> int:
-        """Send it as soon as there is room, or now or never. Its number, which a caller collects its answer by."""
+        """Send a message as soon as there is room, or now or never if it may be dropped; return its number."""
         seq = self._number()
         is_kept = (is_asked or gives_back(body)) and self._outbox.add(seq, body, is_asked=is_asked)
         self._flush()
@@ -312,7 +312,7 @@ class Connection(Closing):
         return seq
 
     def _flush(self) -> None:
-        """Send what waits, as far as there is room."""
+        """Send waiting messages as long as there is room."""
         while (waiting := self._outbox.next) is not None:
             if not self._send(*waiting, reply=True):
                 return
@@ -323,7 +323,7 @@ class Connection(Closing):
         return self._seq
 
     def _send(self, seq: int, body: messages.Ask, *, reply: bool) -> bool:
-        """False: a thousand messages are unread, so the node hangs."""
+        """Send one message. False: a thousand messages are unread, so the node hangs."""
         try:
             self._socket.send(messages.encode(messages.ToNode(seq, reply, body)), zmq.NOBLOCK)
         except zmq.Again:
@@ -338,7 +338,7 @@ class Connection(Closing):
             raise NodeUnavailable(f"{self!r}")
 
     def _wait(self, timeout_ms: int) -> None:
-        """Until something may have come, without the lock; the caller holds it once and looks again."""
+        """Wait without the lock until something may have come; the caller holds the lock once, and looks again."""
         if self._is_polled:
             self._lock.wait(timeout_ms / 1000)
             return
@@ -352,10 +352,10 @@ class Connection(Closing):
             self._is_polled = False
             if any(fd == self._wake_fd for fd, _ in ready):
                 os.eventfd_read(self._wake_fd)
-            self._lock.notify_all()  # the next one polls
+            self._lock.notify_all()  # one of them polls next
 
     def _receive(self) -> None:
-        """Take all that has come."""
+        """Take in all messages that have come."""
         is_news = False
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an exception at the end
             is_news = True
@@ -383,14 +383,14 @@ class Connection(Closing):
             self._answers[seq] = answer
             self._num_answers += 1
         elif owed is not None and isinstance(owed.body, messages.Fill) and isinstance(answer, messages.Refused):
-            # Its writer has done what it could, and will not write there any more.
+            # The caller was done with these slots and will not write there any more.
             self.count("seal_refused", "a seal was refused, its room is given back: %s", answer.text)
             self._outbox.add(self._number(), messages.Abort(owed.body.slots), is_asked=False)
         else:
             self._give_back(answer)
 
     def _give_back(self, answer: messages.Answer) -> None:
-        """Nobody waits for this any more: what it grants is given back (by `close`, if that was called)."""
+        """Give back what an answer grants that no caller waits for (no-op after `close`, which gives back all)."""
         if self._stop.is_set():
             return
         if isinstance(answer, messages.Admitted):
@@ -410,12 +410,12 @@ class Connection(Closing):
     # ---- the end ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say bye and let go of everything; views of the arena stay valid as long as they live. Idempotent."""
+        """Say bye and release everything; views of the arena stay valid as long as they live. Idempotent."""
         with self._lock:
             if self._is_closing:
                 return
             self._is_closing = True
-            # Not welcomed yet, the hello may still reach a node that is slow: then the bye must reach it, too.
+            # Before the welcome, the hello may still reach a slow node; then the bye must reach it, too.
             reachable = self.is_alive or self._welcome is None
             if reachable:
                 self._heartbeat()
@@ -429,7 +429,7 @@ class Connection(Closing):
         if self._welcome is None:
             self.tell(messages.Bye())
             return
-        # Until it has read that, a node that sees this process end takes it for dead.
+        # A node that sees this process end before it has read the bye takes it for dead.
         with contextlib.suppress(NodeError, ProtocolError):
             self.collect(self.ask(messages.Bye()), _LINGER_MS / 1000)
 
@@ -451,7 +451,7 @@ class Connection(Closing):
 
 
 def attached(address: str, timeout_s: float, kind: Kind = "client", name: str = "") -> Connection:
-    """Attach this process to the node at `address`; `name`: in place of its program's.
+    """Attach this process to the node at `address`, under `name` (default: its program's).
 
     :raises NodeUnavailable: no node answers within `timeout_s`.
     """
@@ -465,8 +465,8 @@ def attached(address: str, timeout_s: float, kind: Kind = "client", name: str = 
 
 
 def error_of(refused: messages.Refused, *kinds: type[PdxError]) -> PdxError:
-    """The error that was told by the name of its class. What is none of these `kinds` is a `NodeError`; what has a
-    constructor of its own, as errors inside a proxy, is a `ProxyError`."""
+    """The error that a refusal names by its class. A class that is none of `kinds` becomes a `NodeError`, and one with
+    a constructor of its own, as errors inside a proxy, a `ProxyError`."""
     kind = getattr(errors, refused.error, None)
     if not isinstance(kind, type) or not issubclass(kind, kinds or PdxError):
         return NodeError(f"{refused.error}: {refused.text}")

@@ -1,4 +1,4 @@
-"""Look after the chunks of nodes from Python: where a prompt's chunks are, and to move, pin and clear them.
+"""Manage the chunks of nodes from Python: look up, move, pin and clear the chunks of a prompt.
 
 with pdx.Controller() as cache:                      # the node of this host
     cache.lookup([1, 2, 3, …])                       # {"alpha": {"host": 512, "disk": 1024}}
@@ -24,23 +24,23 @@ from pdx.wire.prompt import Prompt
 
 Tokens = Prompt | Sequence[int] | str
 _PlaceLike = Place | tuple[str, str] | str
-_NOTHING = verbs.Selection()  # until `LocalNodes` or the proxy puts a prompt's in
-_LOOK_S, _SELDOM_S = 0.02, 0.25  # between two looks at a job
+_NOTHING = verbs.Selection()  # until `LocalNodes` or the proxy fills in the prompt's chunks
+_LOOK_S, _SELDOM_S = 0.02, 0.25  # first and longest pause between two checks of a job
 
 
 class Controller(Closing):
     """A controller of the nodes at `addresses`, sockets of this host (default: PDX_NODE, else this user's); or of all
-    nodes that a `proxy` knows, by the URL or the Unix socket of its --admin, with the `token` that it asks for.
+    nodes that a `proxy` knows: the URL or Unix socket of its --admin, with the `token` that it requires.
 
-    `instance` is a node's name, empty for the only one there is, and "*" for all; of several nodes, one that refuses
-    has a `Refused` in the answer. Tokens are a list of ids, a text, or a `Prompt`, which may also name a request. With
-    `dry_run` nothing is done, and the answer says what would be. One thread at a time; everything ends with `close()`,
-    but for jobs, which are their node's.
+    `instance` is a node's name; empty means the only node, "*" all nodes. Among several nodes, one that refuses has a
+    `Refused` in the answer. Tokens are a list of ids, a text, or a `Prompt`, which may also name a request. With
+    `dry_run` nothing is done, and the answer says what would be done. Not thread-safe. `close()` ends everything except
+    jobs, which belong to their node.
 
-    Each method raises what a node or the proxy refuses it with, and where it does not say otherwise:
+    Each method raises the error with which a node or the proxy refuses it, and, unless it says otherwise:
 
     :raises NodeUnavailable: no node answers within `timeout_s`. :raises ProxyError: the proxy does not.
-    :raises SelectionError: no node is named so, or the tokens fill no chunk of a model that is known there.
+    :raises SelectionError: no node has that name, or the tokens fill no chunk of a model that is known there.
     """
 
     def __init__(self, *addresses: str, proxy: str = "", token: str = "", timeout_s: float = 10.0) -> None:
@@ -64,9 +64,9 @@ class Controller(Closing):
     def lookup(
         self, tokens: Tokens, instances: Sequence[str] = (), *, wait_s: float = 5.0
     ) -> dict[str, dict[str, int]]:
-        """How many leading tokens each tier of each node has, whole chunks of them.
+        """How many leading tokens, in whole chunks, each tier of each node has.
 
-        :raises SelectionError: also where nobody knows how many tokens a chunk has (`find`).
+        :raises SelectionError: also if no engine has said how many tokens a chunk has (see `find`).
         """
         found = self.find(tokens, instances, wait_s=wait_s)
         if not found.chunk_tokens:
@@ -74,7 +74,7 @@ class Controller(Closing):
         return found.tiers
 
     def find(self, tokens: Tokens, instances: Sequence[str] = (), *, wait_s: float = 5.0) -> Lookup:
-        """The same with all that nodes say of it. Tiers that have to ask a store elsewhere have `wait_s` for it."""
+        """As `lookup`, with everything that nodes report. Tiers that must ask a remote store get `wait_s` to do so."""
         outcomes = self._reach.find(prompt_of(tokens), list(instances), wait_s)
         return Lookup.of(
             {name: each for name, each in outcomes.items() if isinstance(each, verbs.Found)},
@@ -82,12 +82,12 @@ class Controller(Closing):
         )
 
     def query_ip(self, instances: Sequence[str] = ()) -> dict[str, str | Refused]:
-        """Where nodes are: the address that their peers connect to."""
+        """The address of each node that its peers connect to."""
         outcomes = self._outcomes(verbs.Status(), instances)
         return {name: each if isinstance(each, Refused) else each.listen for name, each in outcomes.items()}
 
     def health(self, instance: str = ALL) -> dict[str, Health]:
-        """How nodes are; one that does not answer is not well."""
+        """The health of nodes; a node that does not answer is not well."""
         names = self._names(instance)
         try:
             told: dict[str, Any] = {**self._reach.ask(verbs.Status(), names)}
@@ -98,7 +98,7 @@ class Controller(Closing):
         }
 
     def ls(self, instance: str = ALL, *, session: str = "", model: str = "") -> dict[str, verbs.Listing | Refused]:
-        """What is in memory, by model and by session; of those whose name contains `model` or `session`."""
+        """List what is in memory, by model and by session; only those whose name contains `model` or `session`."""
         return self._each(verbs.List(session, model), instance)
 
     # ---- changing ---------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Controller(Closing):
         self, source: _PlaceLike, target: _PlaceLike, tokens: Tokens, *, keep: bool = False, dry_run: bool = False
     ) -> Job:
         """Copy a prompt's chunks from one tier to another, also of another node, and drop them at the source unless
-        told to `keep` them. A source without a tier is any of its node's; a target without one is the first arena."""
+        `keep`. A source without a tier means any tier of its node; a target without one means the first arena."""
         from_, to = Place.of(source), Place.of(target)
         node = "" if to.node == from_.node else to.node
         verb = verbs.Move(_NOTHING, from_.tier, to.tier, node, keep, dry_run)
@@ -116,8 +116,8 @@ class Controller(Closing):
     def prefetch(
         self, tokens: Tokens, instance: str = "", to: str = "", *, dry_run: bool = False
     ) -> dict[str, verbs.Effect | Refused]:
-        """Load a prompt's chunks into memory, "host" or "gpu" (the first arena where it is not said), as if a request
-        for them were on its way; how many are not there yet."""
+        """Load a prompt's chunks into memory, "host" or "gpu" (default: the first arena), as if a request for them were
+        on its way; returns how many are not there yet."""
         return self._each(verbs.Prefetch(_NOTHING, to, dry_run), instance, prompt_of(tokens))
 
     def clear(
@@ -129,8 +129,8 @@ class Controller(Closing):
         everything: bool = False,
         dry_run: bool = False,
     ) -> dict[str, verbs.Effect | Job | Refused]:
-        """Forget a prompt's chunks in a tier, or in all tiers, pinned or not. `everything` (and no tokens): all that is
-        there, which is a job."""
+        """Delete a prompt's chunks from a tier, or from all tiers, pinned or not. `everything` (without tokens) deletes
+        all chunks there, as a job."""
         if everything == (tokens is not None):
             raise SelectionError("clear takes tokens, or everything and no tokens")
         prompt = prompt_of(tokens) if tokens is not None else None
@@ -140,27 +140,27 @@ class Controller(Closing):
     def pin(
         self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False
     ) -> dict[str, verbs.Effect | Refused]:
-        """Keep a prompt's chunks in a tier until they are unpinned there; without a tier in the first that has all."""
+        """Pin a prompt's chunks in a tier (default: the first that has all) until they are unpinned there."""
         return self._each(verbs.PinIn(_NOTHING, tier, True, dry_run), instance, prompt_of(tokens))
 
     def unpin(
         self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False
     ) -> dict[str, verbs.Effect | Refused]:
-        """Take one pin off each of a prompt's chunks there."""
+        """Remove one pin from each of a prompt's chunks in a tier."""
         return self._each(verbs.PinIn(_NOTHING, tier, False, dry_run), instance, prompt_of(tokens))
 
     def compress(self, tokens: Tokens, instance: str, tier: str, method: str, *, dry_run: bool = False) -> Job:
-        """Store a prompt's chunks in a tier by the codec `method`."""
+        """Store a prompt's chunks in a tier, encoded by the codec `method`."""
         return self._job(verbs.Recode(_NOTHING, tier, method, dry_run=dry_run), instance, prompt_of(tokens))
 
     def decompress(self, tokens: Tokens, instance: str, tier: str, *, dry_run: bool = False) -> Job:
-        """Store a prompt's chunks in a tier as they are in memory."""
+        """Store a prompt's chunks in a tier without a codec, as they are in memory."""
         return self._job(verbs.Recode(_NOTHING, tier, "none", dry_run=dry_run), instance, prompt_of(tokens))
 
     def evict(
         self, below: int, nbytes: int, instance: str = "", tier: str = "", *, dry_run: bool = False
     ) -> dict[str, verbs.Effect | Refused]:
-        """Evict up to `nbytes` of chunks whose priority is lower than `below` from an arena. A plan counts no more than
+        """Evict up to `nbytes` of chunks whose priority is lower than `below` from an arena. A dry run counts at most
         MAX_EVICTED chunks."""
         done = self._each(verbs.Evict(below, nbytes, tier, dry_run), instance)
         return (
@@ -170,7 +170,7 @@ class Controller(Closing):
     def _evicted(
         self, name: str, below: int, nbytes: int, tier: str, first: verbs.Effect | Refused
     ) -> verbs.Effect | Refused:
-        """What came of it at one node, which evicts so many chunks at a time."""
+        """The total effect at one node, which evicts at most MAX_EVICTED chunks at a time."""
         if isinstance(first, Refused):
             return first
         (kept,) = (last,) = first.tiers
@@ -185,22 +185,22 @@ class Controller(Closing):
     # ---- engines ----------------------------------------------------------------------------
 
     def drain(self, engine: str, instance: str = ALL, *, undo: bool = False) -> dict[str, verbs.Drained | Refused]:
-        """Have proxies give an engine, by its URL or its name, no more requests as long as others can serve them; or
-        (`undo`) some again. By node, how many it has still; nodes that do not have it refuse.
+        """Have proxies send an engine, given by URL or name, no more requests as long as others can serve them, or
+        (`undo`) send it requests again. Returns by node how many it still has; nodes without that engine refuse.
 
-        :raises NodeError: also where no node has it.
+        :raises NodeError: also if no node has it.
         """
         return self._each(verbs.Drain(engine, not undo), instance)
 
     # ---- jobs -------------------------------------------------------------------------------
 
     def check_finish(self, job: Job | str) -> Job:
-        """How a job is doing now. :raises JobUnknown: its node knows no such job (any more)."""
+        """The present state of a job. :raises JobUnknown: its node knows no such job (any more)."""
         name = _name_of(job)
         return self._job(verbs.CheckFinish(name), verbs.node_of(name))
 
     def cancel(self, job: Job | str) -> Job:
-        """End a job: what it has moved stays moved. One that is over stays as it is.
+        """End a job: chunks that it has moved stay moved. No-op for a job that is over.
 
         :raises JobUnknown: see `check_finish`.
         """
@@ -210,7 +210,7 @@ class Controller(Closing):
     def wait(
         self, job: Job | str, on_progress: Callable[[Job], None] | None = None, timeout_s: float = float("inf")
     ) -> Job:
-        """The job when it is over, or as it is after `timeout_s`; `on_progress` is called with each look at it.
+        """Wait up to `timeout_s` until a job is over; return its last state. `on_progress` is called with each state.
 
         :raises JobUnknown: see `check_finish`. :raises NodeUnavailable: its node has died, and the job with it.
         """
@@ -228,7 +228,7 @@ class Controller(Closing):
             pause_s = min(1.5 * pause_s, _SELDOM_S)
 
     def jobs(self, instance: str = ALL) -> dict[str, list[Job] | Refused]:
-        """By node those that run and the last that are over, the newest first."""
+        """By node, the running jobs and the last ones that are over, the newest first."""
         told = self._each(verbs.Jobs(), instance)
         return {
             name: listed if isinstance(listed, Refused) else [Job(name, status) for status in listed.jobs]
@@ -238,7 +238,7 @@ class Controller(Closing):
     # ---- the end ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the nodes; jobs go on. Idempotent."""
+        """Detach from the nodes; jobs go on. Idempotent."""
         self._reach.close()
 
     # ---- asking -----------------------------------------------------------------------------
@@ -254,9 +254,9 @@ class Controller(Closing):
         return names
 
     def _outcomes(self, verb: verbs.AnyVerb, names: Sequence[str], prompt: Prompt | None = None) -> dict[str, Any]:
-        """What this verb's answers are, or a `Refused`.
+        """The answer to this verb, or a `Refused`, by node.
 
-        :raises NodeError: all of them refuse; the error is that of the first one.
+        :raises NodeError: all nodes refuse; the error is the first one's.
         """
         outcomes = self._reach.ask(verb, names, prompt)
         refused = [outcome for outcome in outcomes.values() if isinstance(outcome, Refused)]
@@ -276,7 +276,7 @@ class Controller(Closing):
 
 
 def prompt_of(tokens: Tokens) -> Prompt:
-    """Ids of tokens, or a text, as a prompt of the only model there is."""
+    """Token ids or a text as a prompt for the only model there is."""
     if isinstance(tokens, Prompt):
         return tokens
     return Prompt(text=tokens) if isinstance(tokens, str) else Prompt(tokens=list(tokens))

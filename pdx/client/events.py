@@ -1,14 +1,13 @@
-"""Which blocks are in which tiers of a node, or of a vLLM engine, kept right from the events that it publishes.
+"""Which blocks are in which tiers of a node, or of a vLLM engine, according to the events that it publishes.
 
     with Subscriber("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558") as blocks:
         while True:
             blocks.poll(1.0)
             blocks.leading(hashes)  # {"CPU": 12, "STORAGE": 40}
 
-Events get lost: a subscriber that is slow, or away, does not get them. Their numbers tell. What is missing is asked for
-at the publisher's second address; a PDX node answers with all that is there where it has not kept the events
-(`pdx.node.events.publisher`), vLLM with what it has. Without that address what is lost stays lost, and `is_complete`
-says so.
+A slow or disconnected subscriber misses events, which shows in the numbers of their batches. It requests missing ones
+at the publisher's replay address: a PDX node that has not kept them answers with all that is there
+(`pdx.node.events.publisher`), vLLM with what it has kept. Without that address they stay lost: `is_complete` says so.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ from pdx.wire import kv_events
 
 log = logging.getLogger("pdx.client")
 
-MAX_PENDING = 10_000  # batches that wait until those before them have come
-HOLES = 3  # answers that begin with the same hole: the publisher has not kept more
+MAX_PENDING = 10_000  # batches that wait for earlier ones
+HOLES = 3  # after so many answers that begin with the same hole, the publisher is taken not to have kept more
 _WHOLE = ("full_attention", "mla_attention", "sink_full_attention")  # kinds of groups that need all of a prompt
-_BURST = 1000  # messages taken at a time
-_END = int.from_bytes(kv_events.END_SEQ, "big")  # no batch has this number: there is none behind it to ask for
+_BURST = 1000  # messages taken in at a time
+_END = int.from_bytes(kv_events.END_SEQ, "big")  # no batch has this number: none after it could be requested
 
 
 class BlockIndex:
-    """Which tiers have a block, by the names of their media; those of other hosts are `STORAGE remote`. What is not
-    known is nowhere. Of several cache groups, whose blocks have one name, those count that need all of a prompt."""
+    """Which tiers have a block, by the names of their media; tiers of other hosts are `STORAGE remote`. Unknown blocks
+    are in no tier. If blocks of several cache groups share a name, only groups that need all of a prompt count."""
 
     def __init__(self) -> None:
         self._tiers: dict[kv_events.Hash, frozenset[str]] = {}
-        self._others: set[int | None] = set()  # groups of windows and states
-        self._sets: dict[frozenset[str], frozenset[str]] = {}  # equal ones are one object
+        self._others: set[int | None] = set()  # cache groups of windows and states
+        self._sets: dict[frozenset[str], frozenset[str]] = {}  # so that equal sets are one object
 
     def __len__(self) -> int:
         return len(self._tiers)
 
     def tiers(self, block: kv_events.Hash) -> frozenset[str]:
-        """That have this block."""
+        """The tiers that have this block."""
         return self._tiers.get(block, frozenset())
 
     def leading(self, blocks: Iterable[kv_events.Hash]) -> dict[str, int]:
-        """Of each tier, how many leading blocks it has, where it has the first."""
+        """How many leading blocks each tier has, for those that have the first."""
         counts: dict[str, int] = {}
         alive: frozenset[str] | None = None
         for block in blocks:
@@ -66,11 +65,11 @@ class BlockIndex:
         return counts
 
     def as_dict(self) -> Mapping[kv_events.Hash, frozenset[str]]:
-        """All of it, to be read only."""
+        """The whole index, read-only."""
         return self._tiers
 
     def apply(self, events: Iterable[kv_events.KvEvent]) -> None:
-        """Take these in, in their order."""
+        """Apply these events in order."""
         for event in events:
             if isinstance(event, kv_events.AllBlocksCleared):
                 self._tiers.clear()
@@ -93,41 +92,41 @@ class BlockIndex:
 
 
 class Tracker:
-    """Puts batches in order: what is applied, what waits, and what is to be asked for. No sockets, no clock."""
+    """Puts batches in order: which are applied, which wait, and which are to be requested. No sockets, no clock."""
 
     def __init__(self, *, can_ask: bool) -> None:
-        """`can_ask`: whether there is somebody to be asked for what is missing."""
+        """`can_ask`: whether missing batches can be requested."""
         self.index = BlockIndex()
         self.counters: Counter[str] = Counter()  # batches; gaps, lost, replayed, repeated, restarts, malformed
-        self.asking: int | None = 0 if can_ask else None  # from which number on the answer is awaited
-        self.last: int | None = None  # number of the last batch that is in the index
+        self.asking: int | None = 0 if can_ask else None  # first number of the batches to request; None: no request
+        self.last: int | None = None  # number of the last batch in the index
         self._can_ask = can_ask
         self._is_complete = False
         self._last_ts = 0.0
         self._pending: dict[int, kv_events.EventBatch] = {}
-        self._waited = -1  # last number of those that waited when that was asked for
-        self._answered: int | None = None  # last number of the answer that is coming
-        self._is_spoilt = False  # that answer has a hole
-        self._hole: tuple[int, int] | None = None  # for this number an answer began so late …
-        self._holes = 0  # … so often
+        self._waited = -1  # highest number among the pending batches at the time of the request
+        self._answered: int | None = None  # last number in the answer so far
+        self._is_spoilt = False  # the answer has a hole
+        self._hole: tuple[int, int] | None = None  # (requested number, later one that the answer began with) …
+        self._holes = 0  # … and how often in a row
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything that was told up to the last batch is in the index, and what was there before as well."""
+        """Whether the index has all events up to the last batch, and what was there before the first."""
         return self._is_complete and self.asking is None
 
     def leading(self, blocks: Sequence[kv_events.Hash]) -> dict[str, int]:
         return self.index.leading(blocks)
 
     def ask(self) -> None:
-        """What is behind the last batch, if there is any, is to be asked for, or again."""
+        """Have all batches after the last one requested, or requested again."""
         if self._can_ask:
             self.asking = 0 if self.last is None else self.last + 1
             self._waited = max(self._pending, default=-1)
             self._answered, self._is_spoilt = None, False
 
     def live(self, seq: int, payload: bytes) -> bool:
-        """A batch was published; whether it is none that came before."""
+        """Take in a published batch; False: it is a repetition, or has an impossible number."""
         if seq == _END:
             self._malformed(f"a batch has the number {seq}")
             return False
@@ -163,7 +162,7 @@ class Tracker:
         self.ask()
 
     def replayed(self, seq: int, payload: bytes) -> None:
-        """A batch of the answer has come."""
+        """Take in a batch of the answer."""
         if self.asking is None or self._is_spoilt:
             return
         batch = self._decode(payload)
@@ -171,11 +170,11 @@ class Tracker:
         if self._answered is None and seq > self.asking and not is_all:
             self._holes = self._holes + 1 if self._hole == (self.asking, seq) else 1
             self._hole = (self.asking, seq)
-            if self._holes < HOLES:  # the beginning may have got lost on the way: another time tells
+            if self._holes < HOLES:  # its beginning may have got lost on the way: ask again
                 self._is_spoilt = True
                 return
             if self.asking:
-                self._forget()  # rather too little than what is not there any more; and perhaps all of it is told
+                self._forget()  # an index that lacks blocks is better than one with blocks that are gone; asks from 0
                 return
             self.counters["lost"] += seq
             self._is_complete = False
@@ -188,13 +187,13 @@ class Tracker:
         self.counters["replayed"] += 1
         is_lower = self.last is not None and seq < self.last
         if is_all and is_lower:
-            self.counters["restarts"] += 1  # who answers has another life, and numbers of its own
+            self.counters["restarts"] += 1  # the publisher was restarted and numbers its batches anew
             self._pending.clear()
         if is_all or self.last is None or seq > self.last:
             self._apply(seq, batch)
 
     def answered(self) -> None:
-        """The answer is over."""
+        """Note the end of the answer."""
         if self.asking is None:
             return
         if self._is_spoilt:
@@ -207,7 +206,9 @@ class Tracker:
             if seq == self.last + 1:
                 self._apply(seq, self._pending.pop(seq))
             elif seq <= self.last or (self._answered is None and seq <= self._waited):
-                del self._pending[seq]  # it is in the index; or it is of another life, and nobody knows those before it
+                del self._pending[
+                    seq
+                ]  # in the index already, or from before a restart: nothing can fill the gap before it
             else:
                 self.ask()
                 return
@@ -232,7 +233,7 @@ class Tracker:
 
 
 class Subscriber(Tracker, Closing):
-    """Listens from construction to `close`. One thread; `poll` alone takes in what has come."""
+    """A `Tracker` that listens from construction to `close`. Not thread-safe; only `poll` takes in events."""
 
     def __init__(
         self,
@@ -245,9 +246,8 @@ class Subscriber(Tracker, Closing):
         check_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keys`: file of the own secret key, `server_key`: the node's public one, where it has keys. Nothing new for
-        `check_s`: the publisher is asked whether the last events got lost. An answer that takes longer is asked for
-        again.
+        """`keys`: file of the own secret key; `server_key`: the node's public key, if it has keys. After `check_s`
+        without news the subscriber asks whether it missed the last events, and after `check_s` without an answer again.
 
         :raises ConfigError: the keys are wrong.
         """
@@ -265,11 +265,11 @@ class Subscriber(Tracker, Closing):
             self._dealer: zmq.Socket[bytes] | None = None
             undo.callback(self._close_dealer)
             self._undo = undo.pop_all()
-        self._asked: int | None = None  # what was sent last
+        self._asked: int | None = None  # the number last requested, until its answer is over
         self._heard_at = self._asked_at = clock()
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Take in what has come; wait for something so long. Whether anything came."""
+        """Take in what has come, waiting up to `timeout_s` or `check_s` for it; return whether anything came."""
         self._ask()
         poller = zmq.Poller()
         poller.register(self._sub, zmq.POLLIN)
@@ -302,9 +302,8 @@ class Subscriber(Tracker, Closing):
         if frames is None:
             return False
         self._asked_at = self._clock()
-        if (
-            len(frames) >= 3 and len(frames[-2]) == kv_events.SEQ_BYTES
-        ):  # an empty one, in new releases the topic, number, batch
+        # Frames: an empty one, the topic (in new releases), number, batch.
+        if len(frames) >= 3 and len(frames[-2]) == kv_events.SEQ_BYTES:
             self._replayed(frames[-2], frames[-1])
         return True
 
@@ -316,7 +315,7 @@ class Subscriber(Tracker, Closing):
             self.replayed(int.from_bytes(seq, "big"), payload)
 
     def _ask(self) -> None:
-        """Ask for what is missing, if that is due."""
+        """Request missing batches, if a request is due."""
         if not self._replay_address:
             return
         now = self._clock()
@@ -328,7 +327,7 @@ class Subscriber(Tracker, Closing):
         if self.asking is None or (self._asked == self.asking and not is_late):
             return
         if self._asked is not None:
-            self._close_dealer()  # what still comes of the answer before is nobody's any more
+            self._close_dealer()  # drops the rest of the previous answer
         if self._dealer is None:
             self._dealer = self._connected(zmq.DEALER, self._replay_address)
         self._asked, self._asked_at = self.asking, now

@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, over TCP or a Unix socket; no redirect is followed, no proxy of the system used."""
+"""One HTTP request and its answer, over TCP or a Unix socket, without redirects or the system's proxy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MAX_ANSWER_BYTES = 256 << 20
 def call(
     url: str, path: str, body: Any = None, *, timeout_s: float, headers: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:
-    """GET, or POST of `body` as JSON: the answer's status, whatever it is, and its body. `url`: http://…, https://…, or
-    the /path of a Unix socket.
+    """GET, or POST `body` as JSON; return the answer's status, whatever it is, and its body. `url`: http://…, https://…,
+    or the /path of a Unix socket.
 
-    :raises OSError, http.client.HTTPException: nobody answers, or not in HTTP.
-    :raises ValueError: that is no such URL, or the answer is longer than MAX_ANSWER_BYTES.
+    :raises OSError, http.client.HTTPException: nothing answers there, or not in HTTP.
+    :raises ValueError: the URL is of no such kind, or the answer is longer than MAX_ANSWER_BYTES.
     """
     connection, prefix = _connection(url, timeout_s)
     sent = {"Accept": "application/json", **(headers or {})}
@@ -36,7 +36,7 @@ def call(
         connection.close()
     if len(got) > MAX_ANSWER_BYTES:
         raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-    if answer.length:  # `read` of so many at most does not say that some are missing
+    if answer.length:  # `read(n)` does not raise if some are missing
         raise http.client.IncompleteRead(got, answer.length)
     return answer.status, got
 
@@ -44,7 +44,7 @@ def call(
 def _connection(url: str, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
     if url.startswith("/"):
         connection = http.client.HTTPConnection("localhost", timeout=timeout_s)
-        connection.sock = socket.socket(socket.AF_UNIX)  # it makes none of its own then
+        connection.sock = socket.socket(socket.AF_UNIX)  # else it would open a TCP socket
         connection.sock.settimeout(timeout_s)
         try:
             connection.sock.connect(url)

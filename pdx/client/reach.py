@@ -1,6 +1,6 @@
 """How a controller reaches nodes: those of this host at their sockets, or any through their proxy's HTTP.
 
-`ask` says a verb to some of them, and answers what came of it at each.
+`ask` sends a verb to some of them and returns the outcome at each.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pdx.wire.verbs import AnyVerb, Find, Found, Model, ModelList, Models, Selec
 
 _V = TypeVar("_V", bound=Verb)
 _TOKENIZE_S = 30.0
-_AGAIN_S, _SELDOM_S = 0.02, 0.25  # between two looks at tiers that have not answered
+_AGAIN_S, _SELDOM_S = 0.02, 0.25  # first and longest pause before tiers are asked again
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 60.0
 
 
 class LocalNodes:
-    """Nodes by their names, as those of `ThroughProxy`. One thread at a time."""
+    """Nodes of this host by name, with the methods of `ThroughProxy`. Not thread-safe."""
 
     def __init__(self, addresses: Sequence[str], timeout_s: float) -> None:
         """Attach to the nodes at these sockets. No answer takes longer than `timeout_s`.
@@ -53,15 +53,15 @@ class LocalNodes:
         return f"<LocalNodes {', '.join(self._nodes)}>"
 
     def close(self) -> None:
-        """Let go of the nodes. Idempotent."""
+        """Detach from the nodes. Idempotent."""
         self._close()
 
     def names(self) -> list[str]:
-        """The nodes there are."""
+        """The names of the nodes."""
         return list(self._nodes)
 
     def find(self, prompt: Prompt, instances: Sequence[str], wait_s: float) -> dict[str, Outcome]:
-        """What `Find` finds of a prompt, once all tiers have answered, or what is known after `wait_s`."""
+        """The outcome of `Find` for a prompt once all tiers have answered, or what is known after `wait_s`."""
         self._check(instances)
         verb, until, pause_s = self._about(Find(Selection()), prompt), time.monotonic() + wait_s, _AGAIN_S
         found = self.ask(verb, instances)
@@ -73,15 +73,15 @@ class LocalNodes:
             try:
                 again = self.ask(verb, asking)
             except (NodeError, ProtocolError):
-                break  # what they have said before counts
+                break  # keep the earlier answers
             found.update({name: each for name, each in again.items() if isinstance(each, Found)})
         return found
 
     def ask(self, verb: AnyVerb, instances: Sequence[str], prompt: Prompt | None = None) -> dict[str, Outcome]:
-        """What came of a verb at each of these nodes, of none: at all; its chunks, if it has any, are the prompt's.
+        """Send a verb, about the prompt's chunks if there is a prompt, to these nodes (none: to all).
 
-        Each answer is one that the verb has. A node that refuses, or does not answer, has a `Refused`; where it is the
-        only one, that is raised.
+        Each outcome is one of the verb's answers, or a `Refused` for a node that refuses or does not answer; if only
+        one node is asked, that error is raised.
         """
         self._check(instances)
         if prompt is not None:
@@ -106,7 +106,7 @@ class LocalNodes:
         return about(verb, _in_tokens(prompt, models), models)
 
     def _models(self) -> list[Model]:
-        """Of the nodes that answer: the others' own verbs say what is the matter with them."""
+        """The models of all nodes that answer; for the others, the verb itself will fail with the reason."""
         found: list[Model] = []
         for connection in self._nodes.values():
             with contextlib.suppress(NodeUnavailable):
@@ -115,10 +115,10 @@ class LocalNodes:
 
 
 class ThroughProxy:
-    """As `LocalNodes`: POST /cache/VERB, a connection for each call, so any thread may use it."""
+    """Nodes behind a proxy, with the methods of `LocalNodes`. Thread-safe: each POST /cache/VERB has a connection."""
 
     def __init__(self, url: str, token: str, timeout_s: float) -> None:
-        """`url`: of the proxy's --admin, or the /path of its Unix socket; `token`: empty where it asks for none."""
+        """`url`: of the proxy's --admin, or the /path of its Unix socket; `token`: empty if it requires none."""
         self._url = url
         self._token = token
         self._timeout_s = timeout_s
@@ -149,7 +149,7 @@ class ThroughProxy:
     def ask(
         self, verb: AnyVerb, instances: Sequence[str], prompt: Prompt | None = None, wait_s: float | None = None
     ) -> dict[str, Outcome]:
-        """`wait_s`: that nodes have, in place of this controller's; not less than the proxy allows, nor more."""
+        """`wait_s`: how long nodes may take (default: this controller's timeout), clipped to the proxy's limits."""
         wait_s = min(max(self._timeout_s if wait_s is None else wait_s, _LEAST_WAIT_S), _MOST_WAIT_S)
         body: dict[str, Any] = {name: getattr(verb, name) for name in verb.__struct_fields__}
         if "what" in body:
@@ -167,7 +167,7 @@ class ThroughProxy:
         return {**nodes, **refused}
 
     def _call(self, path: str, body: Any = None, wait_s: float = 0.0) -> bytes:
-        """:raises ProxyError: nobody answers. Or what the proxy or a node says is the matter."""
+        """:raises ProxyError: the proxy does not answer. Also raises the error that the proxy or a node reports."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         timeout_s = wait_s + self._timeout_s
         try:
@@ -189,9 +189,9 @@ class ThroughProxy:
 
 
 def _in_tokens(prompt: Prompt, models: Sequence[Model]) -> Prompt:
-    """A text as tokens, by the first of these engines with a URL, whose /tokenize adds special tokens as to prompts.
+    """Tokenize a text by the /tokenize of the first of these engines with a URL, with special tokens as for prompts.
 
-    :raises SelectionError: none of them has told its URL, or it does not answer as vLLM does.
+    :raises SelectionError: no engine has told its URL, or it does not answer as vLLM does.
     """
     if (body := prompt.untokenized) is None:
         return prompt

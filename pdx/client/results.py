@@ -1,4 +1,4 @@
-"""What a controller speaks of beside prompts: the places that chunks are in, jobs, lookups, and how nodes are."""
+"""Values of the controller's API: places of chunks, jobs, lookups, and the health of nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL = "*"  # in place of a node's name
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A tier of a node, written NODE/TIER; an empty `tier` is none in particular."""
+    """A tier of a node, written NODE/TIER; an empty `tier` means none in particular."""
 
     node: str
     tier: str = ""
@@ -24,9 +24,9 @@ class Place(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(place: Place | tuple[str, str] | str, *, needs_tier: bool = False) -> Place:
-        """A place as it is written, or in two words.
+        """A place from its written form, or from node and tier.
 
-        :raises SelectionError: it is none, or has no tier and `needs_tier`.
+        :raises SelectionError: it is not a place, or it has no tier and `needs_tier`.
         """
         if isinstance(place, Place):
             found = place
@@ -45,42 +45,42 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A job as it was when its node `instance` was asked last; or (`name` empty) what it would be."""
+    """A job as its node `instance` last reported it, or (`name` empty) as it would be without dry_run."""
 
     instance: str
     status: JobStatus
 
     @property
     def name(self) -> str:
-        """By which `check_finish` and `cancel` know it."""
+        """The name that `check_finish` and `cancel` take."""
         return self.status.job
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether the job has ended."""
         return self.status.is_over
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """Where a prompt's chunks are. All counts but `chunks` are leading ones: of tokens, or of chunks where
-    `chunk_tokens` is 0, because nobody has told how many tokens a chunk has."""
+    """Where a prompt's chunks are. All counts but `chunks` are of leading tokens, or, if `chunk_tokens` is 0 because no
+    engine has told how many tokens a chunk has, of leading chunks."""
 
-    chunks: int  # that were asked for
+    chunks: int  # asked for
     chunk_tokens: int
     tiers: dict[str, dict[str, int]]  # by node and tier
-    hits: dict[str, int] = {}  # by node: those that some tier of it has
+    hits: dict[str, int] = {}  # by node: those that any of its tiers has
     pinned: dict[str, dict[str, int]] = {}
-    asking: dict[str, list[str]] = {}  # tiers that have not answered in time: what they have is not in here
-    errors: dict[str, str] = {}  # by node, why it has not answered
+    asking: dict[str, list[str]] = {}  # tiers that have not answered in time: their chunks are not counted
+    errors: dict[str, str] = {}  # by node: why it has not answered
 
     @property
     def tokens(self) -> int:
-        """That were asked for; of whole chunks."""
+        """The tokens asked for, in whole chunks."""
         return self.chunks * self.chunk_tokens
 
     @staticmethod
     def of(found: Mapping[str, Found], errors: dict[str, str]) -> Lookup:
-        """What nodes have told, and why others have not."""
+        """Put together what nodes found, and the errors of the others."""
         unit = max((each.chunk_tokens for each in found.values()), default=0)
 
         def scaled(counts: Mapping[str, int]) -> dict[str, int]:
@@ -98,14 +98,14 @@ class Lookup(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """How a node is. `status` is None where it does not answer, and `why` says more."""
+    """The health of a node. `status` is None if it does not answer; then `why` says more."""
 
     status: NodeStatus | None
     why: str = ""
 
     @property
     def troubles(self) -> list[str]:
-        """What is the matter, in words; empty: nothing."""
+        """What is wrong, in words; empty: nothing."""
         status = self.status
         if status is None:
             return [self.why or "it does not answer"]
@@ -116,5 +116,5 @@ class Health(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> str:
-        """In a word or two."""
+        """The health in a word or two."""
         return "well" if not self.troubles else "not well" if self.status else "does not answer"
