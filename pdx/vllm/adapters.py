@@ -1,8 +1,8 @@
-"""Which weights a LoRA adapter has: a digest of its files, and which of them an engine's workers have loaded.
+"""The weights of LoRA adapters: digests of their files, and which of them an engine's workers have loaded.
 
-vLLM calls an adapter by its name and its path, and loads it when it likes: when it is told of the adapter, when a
-request needs it that was dropped, for each step where it is replaced in place. So the workers tell what they have
-loaded, the scheduler half says under which digest a request is saved and found, and each worker compares the two.
+vLLM identifies an adapter by name and path, and may load it at any time: when it is registered, when a request needs
+one that was dropped, or in each step if it is replaced in place. So the workers report what they have loaded, the
+scheduler half says under which digest a request is saved and found, and each worker compares the two.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger("pdx.vllm")
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _FILES = (_CONFIG, *_WEIGHTS, "new_embeddings.safetensors", "new_embeddings.bin")
-_SETTLED_NS = 100_000_000  # a file that was changed just now may be changed again without showing it in its times
+_SETTLED_NS = 100_000_000  # a file changed more recently may change again within the same timestamp
 MAX_KNOWN = 1024
 
 _Signature = tuple[tuple[str, int, int, int, int, int], ...]
 
 
 class Adapter(NamedTuple):
-    """An adapter as vLLM calls it."""
+    """An adapter as vLLM identifies it."""
 
     number: int
     name: str
@@ -50,7 +50,7 @@ class Claim(NamedTuple):
 
 
 def adapter_of(lora_request: Any) -> Adapter:
-    """What vLLM's `LoRARequest` is about."""
+    """The adapter of a `LoRARequest` of vLLM's."""
     return Adapter(int(lora_request.lora_int_id), str(lora_request.lora_name), str(lora_request.lora_path))
 
 
@@ -61,12 +61,12 @@ class AdapterDigests:
         self._known: OrderedDict[str, tuple[_Signature, str]] = OrderedDict()
 
     def of(self, path: str) -> str:
-        """64 hex digits for configuration and weights at vLLM's `lora_path`, all of them read; empty: they cannot be
-        read, or are being changed. Never fails."""
+        """64 hex digits over the whole configuration and weights at vLLM's `lora_path`; empty: they cannot be read, or
+        are changing. Never fails."""
         return self.read(path)[1]
 
     def read(self, path: str) -> tuple[_Signature, str]:
-        """The digest as `of` has it, and what the files looked like from outside, which is never twice the same."""
+        """The files' signature, which changes whenever they are written, and the digest as in `of`."""
         try:
             folder = _folder(path)
             signature = _signature(folder)
@@ -76,7 +76,7 @@ class AdapterDigests:
             read = signature, _digest(folder, [name for name, *_ in signature])
             if signature != _signature(folder):
                 return (), ""
-        except Exception:  # of a disk, of a hub's client: vLLM, which loads the adapter, goes on
+        except Exception:  # the disk's, a hub client's: vLLM, which loads the adapter, goes on
             log.debug("the adapter at %s has no digest", path, exc_info=True)
             return (), ""
         if time.time_ns() - max(changed for *_, changed in signature) > _SETTLED_NS:
@@ -85,20 +85,20 @@ class AdapterDigests:
 
 
 class LoadedAdapters:
-    """What the workers of this process have loaded: on the thread that runs the model."""
+    """The adapters that the workers of this process have loaded. Used on the thread that runs the model."""
 
     def __init__(self) -> None:
         self._digests = AdapterDigests()
-        self._loaded: OrderedDict[int, Claim] = OrderedDict()  # by number, by which vLLM knows them
+        self._loaded: OrderedDict[int, Claim] = OrderedDict()  # by vLLM's adapter number
         self._untold: OrderedDict[Adapter, str] = OrderedDict()
 
     def take_news(self) -> dict[Adapter, str]:
-        """What was loaded since this was asked last; empty digests: of files that were changed meanwhile."""
+        """The digests of adapters loaded since the last call; empty: the files changed during the load."""
         news, self._untold = self._untold, OrderedDict()
         return news
 
     def load(self, load: Any, lora_request: Any) -> Any:
-        """Have `load` read the adapter, and note what it has read: what was there before and after it."""
+        """Load the adapter by `load` and note the digest of its files, if it is the same before and after."""
         adapter = adapter_of(lora_request)
         before = self._digests.read(adapter.path)
         loaded = load(lora_request)
@@ -108,10 +108,10 @@ class LoadedAdapters:
         return loaded
 
     def checked(self, plan: StepPlan, claims: Mapping[str, Claim]) -> tuple[StepPlan, int]:
-        """The plan without what does not fit the weights that are loaded, and how many saves and loads that is.
+        """The plan without saves and loads of other weights than those loaded, and how many those were.
 
-        Such saves are left out and their room is given back, such loads fail. An adapter that is not loaded yet will be
-        before its request computes.
+        Such saves are dropped and their room is given back; such loads fail. A load for an adapter that is not loaded
+        yet goes on: the adapter will be loaded before its request computes.
         """
         if not claims:
             return plan, 0
@@ -139,9 +139,9 @@ _watching: weakref.WeakSet[LoadedAdapters] = weakref.WeakSet()
 
 
 def watch(adapters: LoadedAdapters) -> None:
-    """Have vLLM's loads of adapters in this process noted there. Nothing else in vLLM tells which weights it has.
+    """Have `adapters` note vLLM's loads in this process: vLLM itself does not record which weights it has.
 
-    Where a release loads them elsewhere, none is ever known to be loaded, so nothing is saved for one.
+    If a release loads adapters elsewhere, none is ever known to be loaded, and nothing is saved for them.
     """
     try:
         from vllm.lora.worker_manager import WorkerLoRAManager
@@ -164,8 +164,8 @@ def watch(adapters: LoadedAdapters) -> None:
 
 
 def _folder(path: str) -> Path:
-    """Where vLLM's `get_adapter_absolute_path` finds it, without asking a hub again; an OSError or a ValueError:
-    nowhere."""
+    """The folder that vLLM's `get_adapter_absolute_path` finds, without asking a hub again. Raises OSError or
+    ValueError if there is none."""
     place = Path(os.path.expanduser(path))
     if place.is_absolute() or place.exists():
         return place
@@ -175,7 +175,7 @@ def _folder(path: str) -> Path:
 
 
 def _signature(folder: Path) -> _Signature:
-    """What the files look like from outside; an OSError if one that an adapter needs is missing."""
+    """Device, inode, size and times of each file. Raises OSError if a file that an adapter needs is missing."""
     found = []
     for name in _FILES:
         try:

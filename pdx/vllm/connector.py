@@ -3,9 +3,8 @@
     --kv-transfer-config '{"kv_connector": "PdxConnector", "kv_connector_module_path": "pdx.vllm.connector",
                            "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 
-The same configuration serves prefill, decode and plain prefix reuse; the role is per request. See
-vllm/distributed/kv_transfer/kv_connector/v1/base.py for the interface's own words, and `pdx.vllm.releases` for what
-differs between vLLM's releases.
+The same configuration serves prefill, decode and plain prefix reuse; the role is per request. The interface is
+documented in vllm/distributed/kv_transfer/kv_connector/v1/base.py; `pdx.vllm.releases` has all differences of releases.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ log = logging.getLogger("pdx.vllm")
 
 
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """A step's plan on its way to the workers. `adapters`: of its requests that have one."""
+    """One step's plan for the workers. `adapters`: the adapter of each request in it that has one, by request id."""
 
     def __init__(self, plan: StepPlan, adapters: dict[str, Claim]) -> None:
         self.plan = plan
@@ -74,11 +73,11 @@ class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class PdxHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What only a worker knows of the layout, on its way to the scheduler half at start-up."""
+    """The facts about the layout that only a worker knows, sent to the scheduler half at start-up."""
 
     def __init__(self, backend: str, order: str, layers: list[list[int]], not_moved: str = "") -> None:
-        """`layers`: where the engine has a pipeline, the numbers of those of each cache group. `not_moved`: why tokens
-        cannot be loaded at other positions; empty: they can."""
+        """`layers`: in a pipeline, the numbers of this stage's layers for each of vLLM's groups; else empty.
+        `not_moved`: why tokens cannot be loaded at other positions; empty: they can."""
         self.backend = backend
         self.order = order
         self.layers = layers
@@ -86,8 +85,8 @@ class PdxHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 class PdxWorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What worker halves tell the scheduler half after a step. `is_off`: one is, and loads nothing more. `adapters`:
-    digests of those that were loaded; empty: it is not known, or not the same for all workers."""
+    """What the worker halves report to the scheduler half after a step. `is_off`: one is off and loads nothing more.
+    `adapters`: the digest of each that was loaded; empty: unknown, or different between workers."""
 
     def __init__(self, news: list[WorkerNews], *, is_off: bool, adapters: dict[Adapter, str]) -> None:
         self.news = news
@@ -102,12 +101,12 @@ class PdxWorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return PdxWorkerNews(self.news + other.news, is_off=self.is_off or other.is_off, adapters=adapters)
 
 
-# Without `SupportsHMA` vLLM keeps one group of layers where it can.
+# Without `SupportsHMA` vLLM puts all layers into one group where it can.
 _BASES: tuple[Any, ...] = (KVConnectorBase_V1, SupportsHMA) if moves_groups() else (KVConnectorBase_V1,)
 
 
 class PdxConnector(*_BASES):  # type: ignore[misc]
-    """Either half of the connector, as vLLM asks for it. After start-up no hook raises (`pdx.engine.guard`)."""
+    """One half of the connector: the one that `role` asks for. After start-up no hook raises (`pdx.engine.guard`)."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -133,16 +132,16 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         self._drafts = drafts_of(vllm_config, kv_cache_config, groups, drafter=drafter, shards=config.shards)
         self._own_parts, self._draft_parts = parts_of(vllm_config, kv_cache_config)
         self._config, self._engine = config, transfer.engine_id
-        # A part of what is loaded is worth nothing to windows and states: vLLM is told of requests then, not of blocks.
+        # Windows and states cannot use a part of a load: vLLM is told of failed requests then, not of failed blocks.
         has_one_group = groups.is_single and len(kv_cache_config.kv_cache_groups) == 1  # in vLLM, too
         self._reports_blocks = reports_blocks() and has_one_group
         self._facts = facts_of(vllm_config, stops_short=groups.has_state) if is_scheduler else None
         self._content = Content(vllm_config) if is_scheduler else None
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._failed_blocks: set[int] = set()
-        self._blocks: Any = None  # vLLM's own, where it shows them
-        # Of several micro-batches each runs every layer, in a thread of its own: a hook does not say that pages are
-        # final then, so none is passed on, and all layers are gathered at the end of the step.
+        self._blocks: Any = None  # vLLM's block pool, if vLLM shows it
+        # With micro-batches each batch runs every layer, in a thread of its own. A layer's hook does not mean then that
+        # its pages are final, so hooks are ignored and all layers are gathered at the end of the step.
         self._has_hooks = not vllm_config.parallel_config.use_ubatching
         self._is_nested = _is_nested(transfer)
         if self._is_nested and not has_one_group:
@@ -154,7 +153,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             )
         self._backend = ""
         self._not_moved = ""  # why tokens are not loaded at other positions
-        self._scheduler: SchedulerGuard | None = None  # once the workers have told what they know of the layout
+        self._scheduler: SchedulerGuard | None = None  # once the workers have reported their layout facts
         self._worker: WorkerGuard | None = None
         if not is_scheduler:
             rank, stage = _place()
@@ -171,7 +170,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """No particular one. vLLM asks before it groups the layers, where it would fail with words of its own."""
+        """Require none. Models that PDX cannot move are refused here, before vLLM fails to group their layers."""
         check_no_state(vllm_config.model_config)
         return None
 
@@ -182,21 +181,21 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
 
     @property
     def scheduler(self) -> SchedulerGuard:
-        """The scheduler half, in the process that has it."""
-        if self._scheduler is None:  # no worker has told anything: this connector is inside another one
+        """The scheduler half; only in the process that has it."""
+        if self._scheduler is None:  # no worker has reported: this connector is inside another one
             self._start_scheduler([])
         assert self._scheduler is not None
         return self._scheduler
 
     @property
     def _names(self) -> Content:
-        """Names of what requests have beside tokens, in the process that has the scheduler half."""
+        """Content names of requests' inputs other than tokens; only in the scheduler half's process."""
         assert self._content is not None
         return self._content
 
     @property
     def worker(self) -> WorkerGuard:
-        """The worker half, in the processes that have it."""
+        """The worker half; only in the processes that have it."""
         assert self._worker is not None
         return self._worker
 
@@ -204,12 +203,12 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         load_format = config.load_config.load_format
         model = model_identity(config.model_config, load_format)
         self._unnamed = why_unnamed(config.model_config, load_format, config.cache_config)
-        # Chunks without a name are this engine's alone, until it ends.
+        # Without content names, chunks are private to this run of this engine.
         return f"{model}-{secrets.token_hex(8)}" if self._unnamed else model
 
     @property
     def _layers(self) -> list[list[int]]:
-        """The numbers of the model's layers in each of vLLM's groups, in this process's pipeline stage."""
+        """The layer numbers of this process's pipeline stage, for each of vLLM's groups."""
         names = {part.table: part.names for part in self._own_parts}
         return [list(map(layer_number, names.get(table, ()))) for table in range(self.groups.num_tables)]
 
@@ -235,7 +234,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             drafts=drafts,
             not_moved=next((each.not_moved for each in told if each.not_moved), "" if told else _INSIDE),
         )
-        if told:  # the engine starts: its first request may come at once. Where no node is, workers have waited longer.
+        if told:  # start-up: the first request may come at once. Without a node, the workers have waited already.
             half.link.wait_attached(ATTACH_S)
         self._scheduler = SchedulerGuard(half, layouts[0].block_tokens)
         if self._unnamed:
@@ -245,13 +244,13 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
     # ---- scheduler side ---------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
-        # Of a connector inside another one there are none (`get_handshake_metadata`).
+        # A connector inside another one gets none (`get_handshake_metadata`).
         self._start_scheduler([each for each in metadata.values() if isinstance(each, PdxHandshake)])
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Of all ranks of all pipeline stages."""
+        """The same, with metadata of all ranks of all pipeline stages."""
         self.set_xfer_handshake_metadata(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -262,7 +261,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens)  # asynchronous: vLLM publishes blocks of other loads before they are loaded
+        return tokens, bool(tokens)  # asynchronous: of other loads vLLM publishes the blocks before they are loaded
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
@@ -273,13 +272,13 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self.scheduler.plan_step(partial(step_record, scheduler_output))
         claims = self._names.claims
-        if not claims:  # nobody has an adapter
+        if not claims:  # no request has an adapter
             return PdxMetadata(plan, {})
         copied = {each.request_id for each in plan.saves} | {each.request_id for each in plan.loads}
         return PdxMetadata(plan, {name: claims[name] for name in copied & claims.keys()})
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Asked since 0.32."""
+        """Called by vLLM 0.32 and newer."""
         return by_source(self.scheduler.sources(request)) if num_external_tokens else {}
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -289,7 +288,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         if isinstance(told, PdxWorkerNews) and self._names.heard(told.adapters):
             self._evict(range(self._num_blocks))
         if failed := getattr(connector_output, "invalid_block_ids", None):
-            self._evict(self.scheduler.not_loaded(failed))  # vLLM leaves them there, until they are computed again
+            self._evict(self.scheduler.not_loaded(failed))  # vLLM leaves them in its cache until they are recomputed
         for request_id in getattr(connector_output, "failed_recving", None) or ():
             self.scheduler.load_failed(request_id)
         if isinstance(told, PdxWorkerNews) and told.news:
@@ -298,7 +297,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             self.scheduler.loaded(request_id)
 
     def _evict(self, blocks: Iterable[int]) -> None:
-        """Have nobody find these in vLLM's own cache, in use or not. Others may name some that do not exist."""
+        """Evict these from vLLM's own prefix cache, in use or not. Other connectors may report unknown ids."""
         if self._blocks is not None:
             self._blocks.evict_blocks({block for block in blocks if 0 <= block < self._num_blocks})
 
@@ -367,15 +366,15 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             return None
 
     def unregister_kv_caches(self) -> None:
-        """The engine goes to sleep: the cache's memory is unmapped, and another one mapped in its place later."""
+        """The engine goes to sleep: vLLM unmaps the cache's memory, and maps other memory in its place later."""
         self.worker.unregister()
 
     def restore_kv_caches(self) -> None:
-        """It has woken up, at least so far that it has a cache."""
+        """The engine has woken up, at least so far that it has a KV cache again."""
         self.worker.restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        # MultiConnector would give it to its other children, of which NIXL's refuses what is not its own.
+        # MultiConnector would pass it to its other children, and NixlConnector rejects metadata that is not its own.
         if self._is_nested or self._worker is None:
             return None
         layers = self._layers if self.groups.is_part else []
@@ -391,10 +390,10 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         self.worker.begin(plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Started by `bind_connector_metadata` already."""
+        """No-op: `bind_connector_metadata` has started the loads."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No request runs whose load is under way (ADR 11)."""
+        """No-op: no request runs while its load is in flight (ADR 11)."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         if self._has_hooks:
@@ -430,14 +429,13 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
                 half.close()
 
 
-# MultiConnector looks the classes of those inside it up by name when it adds up their counts, and ends the server where
-# it does not find one.
-with contextlib.suppress(ValueError):  # somebody has said so already
+# When it aggregates stats, MultiConnector looks up its children's classes by name; a missing one ends the server.
+with contextlib.suppress(ValueError):  # already registered
     KVConnectorFactory.register_connector("PdxConnector", __name__, "PdxConnector")
 
 
 def _join_log() -> None:
-    """What PDX logs appears where vLLM's own log does, from the same level on, unless somebody said otherwise."""
+    """Send PDX's log where vLLM's own goes, at the same level, unless logging of `pdx` was configured."""
     ours = logging.getLogger("pdx")
     if ours.level == logging.NOTSET and not ours.hasHandlers():
         ours.parent = logging.getLogger("vllm")
@@ -456,8 +454,8 @@ def _checked_config(transfer: Any) -> ConnectorConfig:
 
 
 def _is_nested(transfer: Any) -> bool:
-    """Whether this connector is a child of another one, such as MultiConnector. Only workers can know. A ConfigError
-    where vLLM would treat loads that fail as the other one's configuration says."""
+    """Whether this connector is a child of another one, such as MultiConnector; only workers can tell. Raises
+    ConfigError if vLLM would handle failed loads by the other connector's policy."""
     current = get_current_vllm_config_or_none()
     outer = current.kv_transfer_config if current is not None else None
     if outer is None or outer.kv_connector == transfer.kv_connector:

@@ -1,9 +1,9 @@
-"""What reaches the model of a request beside its tokens, under names of its content.
+"""Content names for the inputs of a request other than tokens: media and LoRA adapters.
 
-vLLM hashes media by what their sender calls them, by a counter, or by their bytes and the model's path; adapters by
-name and path. Its own cache ends with the process, so these may mean the same all that time; chunks are found by other
-engines, and later. So blocks of a request with media or an adapter are hashed here as vLLM hashes them, but with
-digests in the place of those names, and a request that has no such digest is neither saved nor found.
+vLLM hashes media by a name that their sender chose, by a counter, or by their bytes and the model's path; adapters by
+name and path. That suffices for vLLM's own cache, which ends with the process, but chunks are found later and by other
+engines. So blocks of a request with media or an adapter are hashed here as vLLM hashes them, with content digests in
+place of those names. A request without such digests is neither saved nor found.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy
 import torch
-from blake3 import blake3  # which vLLM needs, and which takes less than half of SHA-256's time
+from blake3 import blake3  # vLLM depends on it, and it takes less than half of SHA-256's time
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
 
@@ -42,39 +42,39 @@ _NO_ADAPTER = LeftOut(
     "request %s is neither saved nor found: the files of its LoRA adapter cannot be read here, or were changed while "
     "they were loaded (see docs/vllm.md#lora)",
 )
-_UNTOLD_ADAPTER = LeftOut("untold_adapter", "")  # the first request of each, which is nothing to warn of
+_UNTOLD_ADAPTER = LeftOut("untold_adapter", "")  # the first request of each adapter: no reason to warn
 _NO_HASHES = LeftOut(
     "unnamed_inputs", "request %s is neither saved nor found: this vLLM has hashed its blocks for good"
 )
-_NO_REUSE = LeftOut("", "")  # as it should be
+_NO_REUSE = LeftOut("", "")  # as intended: neither counted nor logged
 
 
 class Content(BlockHashing):
-    """Names for the inputs of one engine's requests. On the scheduler's thread."""
+    """Names the inputs of one engine's requests by content. Used on the scheduler's thread."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(tail_hash)
-        self.claims: dict[str, Claim] = {}  # of requests with an adapter, until they end
+        self.claims: dict[str, Claim] = {}  # by request id, until the request ends
         self._can_reuse = can_reuse(vllm_config.model_config)
         if not self._can_reuse:
             log.warning("nothing is saved or found for this model: vLLM does not let it reuse prefixes")
         lora = getattr(vllm_config, "lora_config", None)
         self._lora_dtype = str(getattr(lora, "lora_dtype", ""))
         modules = getattr(lora, "target_modules", None)
-        self._lora_modules = modules if modules is None else sorted(modules)  # the only ones; None: all
+        self._lora_modules = modules if modules is None else sorted(modules)  # the only ones adapted; None: all
         self._has_towers = bool(getattr(lora, "enable_tower_connector_lora", False))
-        # An encoder elsewhere is told of media by vLLM's names, and this process has no more than their sizes.
+        # An external encoder knows media by vLLM's names, and this process has only their sizes.
         self._media = _Media(is_whole=getattr(vllm_config, "ec_transfer_config", None) is None)
         self._digests = AdapterDigests()
-        self._loaded: OrderedDict[int, Claim] = OrderedDict()  # as workers have told, by number
-        self._claimed: OrderedDict[int, Claim] = OrderedDict()  # the last ones of requests since, by number
+        self._loaded: OrderedDict[int, Claim] = OrderedDict()  # as the workers report, by adapter number
+        self._claimed: OrderedDict[int, Claim] = OrderedDict()  # the latest by requests since then, by adapter number
 
     @staticmethod
     def keep_apart(request: Any, form: str) -> bool:
-        """Let vLLM's prefix cache give no blocks of this request to those without the same `form`, nor theirs to it.
+        """Keep vLLM's prefix cache from sharing blocks between this request and requests without the same `form`.
 
-        Its cache salt, which is in the hash of its first block and so in all of them, says the form; no client's salt
-        can say the same. False: vLLM has hashed its blocks for good.
+        The form goes into the cache salt, which is in the hash of the first block and thereby in all hashes; no
+        client's salt can equal it. False: vLLM cannot hash the request's blocks again.
         """
         salt = request.cache_salt or ""
         if (apart := apart_salt(form, salt)) == salt:
@@ -87,8 +87,8 @@ class Content(BlockHashing):
         return True
 
     def beside(self, request: Any) -> bytes | None:
-        """The digest of its adapter. Pictures and embeddings are in blocks' hashes, too, and an input of a session may
-        bring them later."""
+        """The digest of the request's adapter, empty without one. None with media or embeddings, which are in blocks'
+        hashes, too, in a session, whose later inputs may bring them, or if the adapter is not known."""
         has_more = request.mm_features or getattr(request, "prompt_embeds", None) is not None
         if has_more or getattr(request, "resumable", False):
             return None
@@ -104,11 +104,11 @@ class Content(BlockHashing):
         return found
 
     def name_inputs(self, request: Any, is_new: bool) -> LeftOut | None:
-        """Have the request's blocks hashed by content, or say why it is left out. `is_new`: vLLM has looked none of
-        them up so far; later it is too late for that. Never fails: a request whose inputs raise is left out."""
+        """Have the request's blocks hashed by content, or say why it is left out. `is_new`: vLLM has not looked up any
+        of them yet; afterwards it is too late. Never fails: a request whose inputs raise an exception is left out."""
         try:
             return self._name(request, is_new)
-        except Exception as error:  # of inputs, which are as their makers like, and of files
+        except Exception as error:  # inputs can be anything, and files can fail
             log.debug("the inputs of request %s could not be named", request.request_id, exc_info=True)
             why = f"{type(error).__name__}: {str(error)[:200]!r}".replace("%", "%%")
             return LeftOut("naming_failed", f"request %s is neither saved nor found, its inputs have no names: {why}")
@@ -138,13 +138,13 @@ class Content(BlockHashing):
         return _UNTOLD_ADAPTER if lora and not claim else None
 
     def shorten(self, request: Any) -> bool:
-        """As `NixlConnector` does it. vLLM has read nothing of a new request but its tokens."""
+        """Drop the prompt's last token, as `NixlConnector` does. vLLM has only read the tokens of a new request."""
         length = request.num_prompt_tokens - 1
         ends = (each.mm_position.offset + each.mm_position.length for each in request.mm_features)
         is_text = request.prompt_token_ids and not request.prompt_is_token_ids and max(ends, default=0) <= length
         if not length or not is_text or request.resumable:
             return False
-        request.prompt_token_ids = request.prompt_token_ids[:length]  # the list may be its caller's, or other requests'
+        request.prompt_token_ids = request.prompt_token_ids[:length]  # the list may be shared with others
         del request._all_token_ids[length:]
         request.num_prompt_tokens = length
         request.block_hashes.clear()
@@ -152,13 +152,13 @@ class Content(BlockHashing):
         return True
 
     def forget(self, request_id: str) -> bool:
-        """The request is over. Whether other weights are loaded than it is hashed by: nobody should find its blocks."""
+        """The request is over. True: it is hashed by other weights than those loaded, and must not be found."""
         claim = self.claims.pop(request_id, None)
         return claim is not None and self._loaded.get(claim.adapter.number, claim) != claim
 
     def heard(self, loaded: Mapping[Adapter, str]) -> bool:
-        """Workers have loaded these adapters. Whether requests were hashed by other weights meanwhile, some of which
-        may be over: nobody should find what is in vLLM's own cache."""
+        """Note that workers have loaded these adapters. True: requests, perhaps finished ones, were hashed by other
+        weights meanwhile, so no block in vLLM's own cache may be found."""
         is_other = False
         for adapter, digest in loaded.items():
             claim = remember(self._loaded, adapter.number, Claim(adapter, digest), MAX_KNOWN)
@@ -171,11 +171,11 @@ class Content(BlockHashing):
         return hashlib.sha256(told.encode()).hexdigest()
 
     def _claim(self, lora: Any) -> Claim | None:
-        """What the workers have loaded, by their own word; with an empty digest: they do not know it. None: they have
-        not told so far. What is in the files now may not be it, and vLLM's own cache goes by this name, too."""
+        """The adapter's weights as the workers report them; None: they have not yet, an empty digest: they do not know.
+        The files may have changed since they were loaded, and vLLM's own cache goes by the adapter's name, too."""
         adapter = adapter_of(lora)
         if getattr(lora, "load_inplace", False) and (digest := self._digests.of(adapter.path)):
-            return Claim(adapter, digest)  # it is read for each step
+            return Claim(adapter, digest)  # vLLM reads it for each step
         claim = self._loaded.get(adapter.number)
         if claim is None or claim.adapter != adapter:
             return None
@@ -183,7 +183,7 @@ class Content(BlockHashing):
 
 
 def _hash_again(request: Any, hasher: ByContent) -> None:
-    """Hash the request's blocks so from now on; where that fails, all is as it was."""
+    """Hash the request's blocks by `hasher` from now on. On an error the request stays as it was."""
     before = request._block_hasher, list(request.block_hashes)
     request._block_hasher = hasher
     request.block_hashes.clear()
@@ -195,9 +195,9 @@ def _hash_again(request: Any, hasher: ByContent) -> None:
 
 
 class ByContent:
-    """vLLM's function that hashes a request's blocks, which sees the request with names of content.
+    """vLLM's block hasher, which is given the request with content names.
 
-    These are bytes where vLLM's are text, so that no client's word is ever one of them.
+    Content names are bytes where vLLM's names are text, so no client can choose one.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class ByContent:
 def tail_hash(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
     """vLLM's chained block hash of tokens [start, end), which need not be a whole number of blocks.
 
-    With everything that is in a block's hash: LoRA and multimodal inputs by their content, cache salt, embeddings.
-    Hashed through CBOR: the default goes through pickle, whose bytes may differ between equal objects.
+    It covers everything that a block's hash covers: LoRA and multimodal inputs by content, cache salt, embeddings.
+    Values are serialized with CBOR: vLLM's default, pickle, may give different bytes for equal objects.
     """
     extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(as_hashed(request), start, end, 0)
     tokens = request.all_token_ids[start:end]
@@ -222,13 +222,13 @@ def tail_hash(request: Any, parent: bytes | None, start: int, end: int) -> bytes
 
 
 def as_hashed(request: Any) -> Any:
-    """The request as the hashes of its blocks see it."""
+    """The request as its block hashes see it: with content names, if it was given any."""
     hasher = getattr(request, "_block_hasher", None)
     return _Seen(request, hasher) if isinstance(hasher, ByContent) else request
 
 
 class _Seen:
-    """A request with other names for its adapter and its media; all else is its own. Made for one use."""
+    """A view of a request with content names for its adapter and its media. Made for one use."""
 
     def __init__(self, request: Any, names: ByContent) -> None:
         self._request, self._names = request, names
@@ -242,7 +242,7 @@ class _Seen:
 
     @property
     def mm_features(self) -> list[Any]:
-        """To which a session may have added some."""
+        """The media, including those that a session has added."""
         if self._features is None:
             media, tower = self._names.media, self._names.tower
             self._features = [media.seen(each, tower) for each in self._request.mm_features]
@@ -253,22 +253,22 @@ class _Seen:
 
 
 class _Media:
-    """Names of pictures, sounds and videos, by what the processor has made of them: that is what the model sees.
+    """Names images, audio and videos by the processor's output, which is what the model sees.
 
-    A name is kept where vLLM keeps its own, so that its cache of encoder outputs goes by content, too, and begins with
-    what was drawn for this engine: no client calls there what is not named here by the same letters.
+    A name is stored where vLLM stores its own, so vLLM's encoder cache goes by content, too. It begins with a random
+    prefix of this engine, so no client's name can collide with it.
     """
 
     def __init__(self, *, is_whole: bool) -> None:
-        """`is_whole`: this process has what the processor has made of media, and not their sizes alone."""
+        """`is_whole`: this process has the processor's output, not only its sizes."""
         self._is_whole = is_whole
         self._life = secrets.token_hex(16)
-        self._named: dict[int, weakref.ref[Any]] = {}  # features named here, by identity: letters may be a client's
-        self._known: dict[int, tuple[weakref.ref[Any], bytes]] = {}  # by the identity of what vLLM's cache gives again
+        self._named: dict[int, weakref.ref[Any]] = {}  # by identity: an identifier alone may be a client's
+        self._known: dict[int, tuple[weakref.ref[Any], bytes]] = {}  # by identity: vLLM's cache returns items again
 
     def name(self, feature: Any, tower: str | None) -> bool:
-        """Name the content of one of a request's `mm_features`; False: it is not here. `tower`: the adapter whose
-        weights its encoder has, too."""
+        """Name one of a request's `mm_features` by content. False: the content is not here, or of an unknown type.
+        `tower`: the adapter that also changes the encoder's weights."""
         where = id(feature)
         if (named := self._named.get(where)) is not None and named() is feature:
             return True
@@ -285,17 +285,17 @@ class _Media:
         return True
 
     def seen(self, feature: Any, tower: str | None) -> Any:
-        """The feature as it is hashed. One without a name was added to a session: nobody finds what is behind it."""
+        """The feature as it is hashed. One without a name comes from a session: nothing behind it is ever found."""
         try:
             is_named = self.name(feature, tower)
-        except Exception:  # vLLM, which asks for these hashes, would end
+        except Exception:  # an exception here would end vLLM
             log.debug("media of a session could not be named", exc_info=True)
             is_named = False
         name = bytes.fromhex(feature.identifier[-_HEX:]) if is_named else secrets.token_bytes(_HEX // 2)
         return SimpleNamespace(identifier=name, mm_position=feature.mm_position)
 
     def _content(self, item: Any) -> bytes | None:
-        if item is None or "address" in item:  # of memory that only the workers read
+        if item is None or "address" in item:  # it is in memory that only the workers read
             return None
         known = self._known.get(id(item))
         if known is not None and known[0]() is item:
@@ -311,7 +311,7 @@ class _Media:
 
 
 def _feed(digest: Any, value: Any) -> bool:
-    """Put a value into a digest in one way only; False: it is of a kind that is not known here."""
+    """Feed a value into a digest, unambiguously. False: its type is not supported."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         _part(digest, "tensor", f"{value.dtype}{tuple(value.shape)}".encode())

@@ -1,4 +1,4 @@
-"""What a vLLM engine's KV bytes mean: its `KvLayout`, from vLLM's own configuration.
+"""The meaning of a vLLM engine's KV bytes: its `KvLayout`, derived from vLLM's own configuration.
 
 `KVCacheConfig` and the attention specs give the geometry; on CPU the attention kernel's instruction set decides how a
 page is packed, so it is part of the layout, and so is vLLM's release (`pdx.vllm.releases`).
@@ -37,7 +37,7 @@ from pdx.wire.messages import EngineFacts
 
 log = logging.getLogger("pdx.vllm")
 
-# vLLM's specs of cache groups: `KvLayout.kind`, and the field that says its `window`.
+# For each of vLLM's cache group specs: its `KvLayout.kind`, and the field that holds its `window`.
 _KINDS = {
     "FullAttentionSpec": ("full", ""),
     "MLAAttentionSpec": ("full", ""),
@@ -47,29 +47,29 @@ _KINDS = {
 }
 _INCIDENTAL = ("_name_or_path", "transformers_version")
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")  # of a layer, in its name
-_COMMON = ("model", "chunk_tokens", "order", "backend", "num_shards", "hashing", "release")  # to all of an engine
+_COMMON = ("model", "chunk_tokens", "order", "backend", "num_shards", "hashing", "release")  # in an engine's layouts
 _HASHES = ("sha256", "sha256_cbor")
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
-_SCALES = "attn_temperature_tuning"  # of queries: in Llama 4's configuration, where vLLM does not look
+_SCALES = "attn_temperature_tuning"  # queries: vLLM reads it from the generation config, not from Llama 4's
 # Settings of a server that change what a model computes, or what it sees of media; not every release has them.
 _SETTINGS = (
     *("quantization_config", "model_class_overrides"),
     *("mm_encoder_attn_dtype", "video_pruning_rate", "video_pruning_method"),
 )
-# Of vLLM's --load-format, those that read the files of the model's folder or repository.
+# The values of vLLM's --load-format that read the files of the model's folder or repository.
 _READ_FROM_FILES = (
     *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "gguf"),
     *("bitsandbytes", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
 )
 
-# How configurations name numbers of KV heads, or of the heads that share one.
+# How models' configurations name the number of KV heads, or of query heads that share one.
 _KV_HEADS = re.compile(r"kv_(n_)?heads|key_value_|head_kv|heads_in_group|attention_groups|query_group")
 _COUNT_GENERATED = ("presence_penalty", "frequency_penalty")
-_PLUGINS = "vllm.logits_processors"  # the entry points of which every one is loaded
+_PLUGINS = "vllm.logits_processors"  # vLLM loads every entry point of this group
 
 
 class Part(NamedTuple):
-    """The layers of the model, or of its draft model, among those of one of vLLM's groups, which have one table."""
+    """The model's own layers, or its draft model's, in one of vLLM's groups. A group has one block table."""
 
     table: int
     names: list[str]
@@ -77,8 +77,7 @@ class Part(NamedTuple):
 
 
 def parts_of(vllm_config: Any, kv_cache_config: Any) -> tuple[list[Part], list[Part]]:
-    """vLLM's groups as far as their layers are the model's own; and as far as they are its draft model's, which vLLM
-    may have put among the others."""
+    """vLLM's groups, split into the model's own layers and its draft model's: vLLM may put both into one group."""
     own, drafts = list[Part](), list[Part]()
     has_drafter = getattr(vllm_config, "speculative_config", None) is not None
     total = int(vllm_config.model_config.get_total_num_hidden_layers()) if has_drafter else 0
@@ -86,19 +85,19 @@ def parts_of(vllm_config: Any, kv_cache_config: Any) -> tuple[list[Part], list[P
         is_draft = {name: has_drafter and _is_draft(name, total) for name in group.layer_names}
         for parts, are_drafts in ((own, False), (drafts, True)):
             names = [name for name in group.layer_names if is_draft[name] == are_drafts]
-            if names or not (are_drafts or group.layer_names):  # the group has layers in another stage of a pipeline
+            if names or not (are_drafts or group.layer_names):  # none: the group's layers are in other pipeline stages
                 parts.append(Part(table, names, _spec_of(group.kv_cache_spec, names)))
     return own, drafts
 
 
 def _is_draft(name: str, total: int) -> bool:
-    """Whether a layer is a draft model's: these are named so, or have numbers behind those of the model's `total`."""
+    """Whether a layer is a draft model's: its name says so, or its number is beyond the model's `total` layers."""
     found = _NUMBER.search(name)
     return name.startswith("draft_model.") or (found is not None and int(found[1]) >= total)
 
 
 def _spec_of(spec: Any, names: list[str]) -> Any:
-    """That of these layers of a group, which has one for each where they are of several shapes."""
+    """The spec of these layers of a group. A group with layers of several shapes has a spec per layer."""
     by_name = getattr(spec, "kv_cache_specs", None)
     if not by_name:
         return spec
@@ -116,14 +115,14 @@ def layouts_of(
     cut: Cut = WHOLE,
     layers: Sequence[Sequence[int]] = (),
 ) -> CacheGroups:
-    """The layouts of one shard of `model` (see `model_identity`; who makes no keys need not know it), by cache group.
+    """The layouts of one shard of `model` (see `model_identity`; only needed to make keys), by cache group.
 
-    Their `backend` is what the command line asks for, empty where that leaves the choice to vLLM: `attention_backend`
-    says what became of it. Chunks of several groups are as long as the next multiple of all their blocks. `shards`: see
-    `ConnectorConfig`; heads that several ranks have alike are one shard by themselves. `cut`: into which parts layers
-    are. `layers`: the numbers of those of each of vLLM's groups, in all stages of a pipeline; else the groups are
-    those of this process's stage alone. A LayoutError of what PDX does not move yet; a ConfigError of block hashes that
-    are not cryptographic, or chunks that are no multiple of blocks.
+    Their `backend` is what the command line asks for, empty if that leaves the choice to vLLM: `attention_backend`
+    tells what vLLM chose. With several groups, chunks are as long as the next multiple of all groups' blocks. `shards`:
+    see `ConnectorConfig`; by default, heads that several ranks replicate are one shard. `cut`: how layers are cut into
+    parts. `layers`: for each of vLLM's groups, the layer numbers in all pipeline stages; without them only this
+    process's stage is laid out. Raises LayoutError for what PDX does not move yet and for chunks that are no multiple
+    of blocks, ConfigError for block hashes that are not cryptographic.
     """
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -176,8 +175,8 @@ def layouts_of(
 def drafts_of(
     vllm_config: Any, kv_cache_config: Any, groups: CacheGroups, *, drafter: str, shards: int = 0
 ) -> CacheGroups | None:
-    """The layouts of a draft model's layers (`drafter`: see `drafter_identity`), beside the model's own `groups`; None:
-    it has none with a KV cache, or of a kind that PDX does not move, which costs drafts."""
+    """The layouts of a draft model's layers, beside the model's own `groups`. None: it has no KV cache, or one that PDX
+    does not move, and fewer drafts are accepted. `drafter`: see `drafter_identity`."""
     own, parts = parts_of(vllm_config, kv_cache_config)
     first, numbered_from = groups[0], 1 + max(place.number for place in groups.places)
     common = {name: getattr(first, name) for name in _COMMON} | {"drafter": drafter}
@@ -185,7 +184,7 @@ def drafts_of(
     try:
         if vllm_config.parallel_config.pipeline_parallel_size > 1 and parts:
             raise LayoutError("the engine has a pipeline")
-        if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) and parts:  # what is not loaded would not be
+        if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) and parts:  # unloaded blocks would not be zeroed
             raise LayoutError("blocks have to be zeroed before their first use")
         for table, names, spec in parts:
             shape = _shape_of(vllm_config, spec, shards, len(parts))
@@ -205,7 +204,7 @@ def drafts_of(
 
 
 def drafter_identity(vllm_config: Any) -> str:
-    """A name for the weights of the draft model, and for what it makes of the model's; empty: there is none."""
+    """A name for the draft model's weights and its way of drafting; empty: there is no draft model."""
     told: Any = getattr(vllm_config, "speculative_config", None)
     model = getattr(told, "draft_model_config", None)
     if model is None or model is told.target_model_config:  # n-grams need none
@@ -216,7 +215,7 @@ def drafter_identity(vllm_config: Any) -> str:
 
 
 def _shape_of(vllm_config: Any, spec: Any, shards: int, num_parts: int) -> dict[str, Any]:
-    """`_shape`, of one of so many shards."""
+    """`_shape` of one shard, where a chunk has so many."""
     shape, ranks = _shape(spec, vllm_config.cache_config), vllm_config.parallel_config.tensor_parallel_size
     if shards not in (0, ranks):
         shape.update(_cut(shape, shards, _num_heads(vllm_config, spec, num_parts), ranks))
@@ -224,7 +223,7 @@ def _shape_of(vllm_config: Any, spec: Any, shards: int, num_parts: int) -> dict[
 
 
 def _shape(spec: Any, cache: Any) -> dict[str, Any]:
-    """The fields of a `KvLayout` that a group's spec decides. A LayoutError of a kind that PDX does not know."""
+    """The fields of a `KvLayout` that a group's spec decides. Raises LayoutError for a kind that PDX does not move."""
     if not is_causal(spec):
         raise LayoutError(
             "non-causal attention layers: the KV of a prefix depends on the tokens behind it, so it cannot be used "
@@ -242,7 +241,7 @@ def _shape(spec: Any, cache: Any) -> dict[str, Any]:
             "dtype": f"{spec.dtype} as {cache.cache_dtype}",  # the FP8 formats are all stored as uint8
             "num_heads": spec.num_kv_heads,
             "head_dim": spec.head_size,
-            "page_bytes": getattr(spec, "real_page_size_bytes", spec.page_size_bytes),  # the other one may be padded
+            "page_bytes": getattr(spec, "real_page_size_bytes", spec.page_size_bytes),  # the latter may be padded
             "isa": cpu_isa(spec, cache),
         }
     if (mode := str(getattr(spec, "mamba_cache_mode", ""))) != "align":
@@ -261,7 +260,7 @@ def _shape(spec: Any, cache: Any) -> dict[str, Any]:
 
 
 def _num_heads(vllm_config: Any, spec: Any, num_groups: int) -> int:
-    """KV heads of all ranks together; those that several ranks have alike count once. 0: a state has none."""
+    """The number of KV heads over all ranks; heads that several ranks replicate count once. 0: a state has none."""
     if type(spec).__name__ == "MLAAttentionSpec":
         return 1
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
@@ -275,8 +274,7 @@ def _num_heads(vllm_config: Any, spec: Any, num_groups: int) -> int:
 
 
 def _kv_heads(model: Any) -> set[int]:
-    """KV heads of a model's layers, by all that its configuration says, since vLLM tells one number for all: several
-    where layers may differ, or none."""
+    """All numbers of KV heads in a model's configuration. vLLM reports only one. Several or none: they may differ."""
     config = getattr(model, "hf_text_config", None) or model.hf_config
     if any(getattr(each, "is_heterogeneous", False) for each in (model.hf_config, config)):
         return set()
@@ -284,7 +282,7 @@ def _kv_heads(model: Any) -> set[int]:
 
 
 def _named(value: Any, name: re.Pattern[str], *, is_found: bool = False) -> Iterator[int]:
-    """The numbers under names of that kind, in whatever a configuration nests."""
+    """The integers under keys that match `name`, at any depth of a configuration."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _named(inner, name, is_found=name.search(str(key)) is not None)
@@ -296,7 +294,7 @@ def _named(value: Any, name: re.Pattern[str], *, is_found: bool = False) -> Iter
 
 
 def _num_shards(vllm_config: Any, specs: Sequence[Any]) -> int:
-    """One for each rank, or for each head where the ranks are more."""
+    """One shard per rank, or per head if there are more ranks than heads."""
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     counts = {_num_heads(vllm_config, spec, len(specs)) for spec in specs}
     fewer = counts.pop() if len(counts) == 1 else 0
@@ -304,7 +302,7 @@ def _num_shards(vllm_config: Any, specs: Sequence[Any]) -> int:
 
 
 def _cut(shape: dict[str, Any], shards: int, heads: int, ranks: int) -> dict[str, int]:
-    """What is different in a shard, where a chunk has not one for each rank."""
+    """The fields that change in a shard if a chunk does not have one shard per rank."""
     if shape["kind"] == "state":
         raise LayoutError(f"shards {shards} of {ranks} ranks: a state cannot be cut; leave `shards` out")
     if heads % shards or (shards % ranks and (shards != heads or ranks % shards)):
@@ -316,7 +314,7 @@ def _cut(shape: dict[str, Any], shards: int, heads: int, ranks: int) -> dict[str
 
 
 def layer_number(name: str) -> int:
-    """The layer's number in the model, which is the first one in its name."""
+    """The layer's number in the model: the first number in its name."""
     found = _NUMBER.search(name)
     if found is None:
         raise LayoutError(f"the layer {name!r} has no number: PDX cannot tell it from those of other cache groups")
@@ -328,7 +326,7 @@ def _kinds(groups: Any) -> str:
 
 
 def naming_of(vllm_config: Any) -> dict[str, str]:
-    """What others need beside the layout to name the chunks of this engine's prompts (`pdx.wire.tokens`)."""
+    """What other processes need, beside the layout, to name the chunks of this engine's prompts (`pdx.wire.tokens`)."""
     return {
         "root": root_hash(str(vllm_config.cache_config.prefix_caching_hash_algo)).hex(),
         "salt_tag": salt_tag(),
@@ -337,8 +335,8 @@ def naming_of(vllm_config: Any) -> dict[str, str]:
 
 
 def check_no_state(model: Any) -> None:
-    """A LayoutError if some of the model's layers keep a state instead of the KV of tokens, which PDX does not move
-    everywhere."""
+    """Raise LayoutError if some of the model's layers keep a state instead of tokens' KV, which PDX cannot move in
+    every release."""
     if model.is_hybrid and not moves_groups():
         raise LayoutError(
             f"hybrid model with state-space layers ({', '.join(model.architectures)}): PDX moves models whose layers "
@@ -347,7 +345,7 @@ def check_no_state(model: Any) -> None:
 
 
 def attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
-    """The attention backends that vLLM has chosen for the model's layers with a KV cache, in a process that has it."""
+    """The attention backends that vLLM chose for the model's layers with a KV cache; only where the model runs."""
     layers = vllm_config.compilation_config.static_forward_context
     parts = parts_of(vllm_config, kv_cache_config)[0]
     return "+".join(sorted({layers[name].get_attn_backend().get_name() for part in parts for name in part.names}))
@@ -356,14 +354,14 @@ def attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
 def model_identity(model: Any, load_format: Any) -> str:
     """A name for the weights: for a folder, the digest of its files (`weights_digest`); for a hub name, its commit.
 
-    Where the weights lie does not matter, so the same model on two hosts has one identity. How it is quantised, what
-    its configuration says, and settings of the server that change what it computes do matter. Where nobody knows the
-    content of the weights, a part is drawn at random.
+    The location of the weights does not matter, so the same model on two hosts has one identity. Its quantization, its
+    configuration, and server settings that change what it computes do matter. If the content of the weights is unknown,
+    a part of the name is random.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"pdx-model-1")
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _INCIDENTAL}
     parts = [json.dumps(config, sort_keys=True, default=str), str(model.dtype), str(model.quantization)]
-    # Where this exceeds a limit, vLLM turns keys by other factors, or scales queries if nobody says otherwise.
+    # Above a limit vLLM turns keys by other factors, or scales queries by default.
     if "longrope" in parts[0] or _SCALES in parts[0]:
         parts.append(f"max_model_len {model.max_model_len}")
     if _SCALES in parts[0]:
@@ -378,7 +376,7 @@ def model_identity(model: Any, load_format: Any) -> str:
 
 
 def why_unnamed(model: Any, load_format: Any, cache: Any) -> str:
-    """Why chunks of this model have no name that another engine would give them; empty: they have."""
+    """Why other engines cannot give this model's chunks the same names; empty: they can."""
     place = _place(model)
     if str(load_format) == "dummy":
         pass
@@ -403,12 +401,12 @@ def _weights(model: Any, load_format: str) -> str:
 
 
 def _place(model: Any) -> Path:
-    """Where the weights are, which may be elsewhere than the configuration: vLLM copies that from an object store."""
+    """Where the weights are. The configuration may be elsewhere: vLLM copies it from an object store."""
     return Path(getattr(model, "model_weights", "") or model.model)
 
 
 def _commit(model: Any) -> str:
-    """What a branch or a tag meant when the configuration was read; empty: nobody knows."""
+    """The commit that the model's branch or tag named when the configuration was read; empty: unknown."""
     commit = getattr(model.hf_config, "_commit_hash", None)
     if commit:
         return str(commit)
@@ -426,9 +424,9 @@ def _checked_hash(cache: Any) -> str:
 
 
 def facts_of(vllm_config: Any, *, stops_short: bool = False) -> EngineFacts:
-    """What this server adds to every request by its own configuration: the proxy must know before it may forward.
+    """What this server's own configuration adds to every request; the proxy must know it to forward first tokens.
 
-    `--generation-config` and `--override-generation-config` give defaults to requests that say nothing (in vLLM
+    `--generation-config` and `--override-generation-config` give defaults to requests that set nothing (in vLLM
     entrypoints/openai/completion/serving.py and protocol.py), since 0.31 for all three penalties. Of these,
     `repetition_penalty` counts the tokens of the prompt like generated ones (model_executor/layers/utils.py); the other
     two count generated tokens only.
@@ -441,7 +439,7 @@ def facts_of(vllm_config: Any, *, stops_short: bool = False) -> EngineFacts:
             "no first token of this engine's completions is forwarded: %s may look at the tokens generated before",
             ", ".join(backward),
         )
-    # As vLLM's own servers find it: the model's own generation_config.json is only what a request gets by default.
+    # As in vLLM's own servers: the model's own generation_config.json only has a request's defaults, and no cap.
     own = model.generation_config in ("auto", "vllm")
     cap = model.override_generation_config.get("max_new_tokens") if own else defaults.get("max_tokens")
     return EngineFacts(model.max_model_len, cap or 0, looks_back=bool(backward), stops_short=stops_short)

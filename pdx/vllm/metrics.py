@@ -1,7 +1,7 @@
-"""What both halves have counted, on its way to vLLM's own `/metrics` and log: `pdx.telemetry.names` says what it is.
+"""Both halves' counts, on their way to vLLM's own `/metrics` and log; `pdx.telemetry.names` describes each.
 
-Workers' counts come with what their steps have put out, the scheduler half's with what vLLM makes of that; vLLM adds
-them up and hands them to the process that serves HTTP.
+Workers' counts travel with the output of their steps, the scheduler half's with what vLLM makes of that output; vLLM
+adds them up and hands them to the process that serves HTTP.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdx.telemetry.names import METRICS, OF_ENGINES
 
 
 class PdxStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last ones: plain numbers by `Tally`'s names."""
+    """Counts since the last report: plain numbers by `Tally`'s names."""
 
     data: dict[str, float]
 
@@ -30,7 +30,7 @@ class PdxStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, float]:
-        """What vLLM's log says of an interval."""
+        """The counts as vLLM logs them for an interval."""
         return {name: round(count, 3) for name, count in self.data.items()}
 
     def is_empty(self) -> bool:
@@ -38,13 +38,13 @@ class PdxStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def stats_of(tally: Tally) -> PdxStats | None:
-    """None: nothing has happened."""
+    """The counts since the last call; None: there are none."""
     counts = tally.take()
     return PdxStats(counts) if counts else None
 
 
 class PdxMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The series of each engine, from zero on, with vLLM's own labels before ours."""
+    """The series of each engine, present at zero from the start, with vLLM's own labels before PDX's."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], engines: dict[int, Any]) -> None:
         super().__init__(vllm_config, metric_types, labelnames, engines)
@@ -64,7 +64,7 @@ class PdxMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def by_source(tokens: Mapping[str, int]) -> dict[Any, int]:
-    """In vLLM's words, which has none for a store that hosts share."""
+    """Tokens by vLLM's own names of sources; vLLM has none for a store that hosts share."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource as Source
 
     names = {"disk": Source.DISK, "remote": Source.EXTERNAL_UNSPECIFIED, "peer": Source.P2P}

@@ -1,7 +1,7 @@
-"""All that differs between the releases of vLLM that PDX runs on: nothing else in PDX asks which release it is.
+"""Everything that differs between the releases of vLLM that PDX runs on; no other module asks for the release.
 
-Each difference is a function here, and `tests/connector/test_vllm_border.py` holds each against vLLM's own classes:
-those of the release that is installed, and by `make releases` those of all.
+Each difference is a function here. `tests/connector/test_vllm_border.py` checks them against vLLM's own classes: those
+of the installed release, and with `make releases` those of all.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pdx.errors import ConfigError
 
 log = logging.getLogger("pdx.vllm")
 
-OLDEST, NEWEST = (0, 28), (0, 33)  # of those that the border's tests run against
+OLDEST, NEWEST = (0, 28), (0, 33)  # the border's tests run against these, and all between
 RELEASE: tuple[int, int] = __version_tuple__[:2]  # (0, 0) where vLLM was built without a version
 
 
 def check_release(*, any_release: bool) -> None:
-    """A ConfigError if the release is unknown or too old, or no two of its engines would find each other's chunks.
-    `any_release`: one that PDX was not tested with will do, though what it makes of loads that fail is not known."""
+    """Raise ConfigError if the release is unknown or too old, or if its engines could not find each other's chunks.
+    `any_release`: accept one that is unknown or newer, although its handling of failed loads is not known."""
     tested = f"PDX is tested with {_name(OLDEST)} to {_name(NEWEST)}"
     if RELEASE > NEWEST or RELEASE == (0, 0):
         if not any_release:
@@ -50,24 +50,24 @@ def check_release(*, any_release: bool) -> None:
 
 
 def release_name() -> str:
-    """The release, under whose name its pages are known (`KvLayout.release`)."""
+    """The release's name in the layout of its pages (`KvLayout.release`)."""
     return __version__ if RELEASE == (0, 0) else _name(RELEASE)
 
 
 def reports_blocks() -> bool:
-    """Whether vLLM is told which blocks were not loaded, and keeps those before them; else it is told which requests
-    have failed, and computes all of them. Where both could be told, the second would void the first."""
+    """Whether vLLM is told which blocks were not loaded, and keeps the blocks before them. Otherwise it is told which
+    requests failed, and recomputes all of their blocks. Where both are possible, the second would void the first."""
     return any(field.name == "invalid_block_ids" for field in dataclasses.fields(KVConnectorOutput))
 
 
 def moves_groups() -> bool:
-    """Whether several cache groups can be moved: vLLM shows a request's blocks of all of them since 0.32."""
+    """Whether several cache groups can be moved: since 0.32 vLLM shows a request's blocks in all of them."""
     return RELEASE >= (0, 32)
 
 
 def check_nested() -> None:
-    """A ConfigError where nobody knows the order of a page's bytes: inside another connector no worker tells the
-    scheduler half what it knows (`page_order`)."""
+    """Raise ConfigError if the scheduler half cannot learn the order of a page's bytes: inside another connector no
+    worker reports it (`page_order`)."""
     if RELEASE == (0, 28):
         raise ConfigError(
             "PdxConnector inside another connector needs vLLM 0.29 or newer: in 0.28 only the workers know in which "
@@ -75,11 +75,11 @@ def check_nested() -> None:
         )
 
 
-_told: weakref.WeakSet[Any] = weakref.WeakSet()  # connectors, of sleep
+_told: weakref.WeakSet[Any] = weakref.WeakSet()  # connectors to be notified of sleep
 
 
 def tell_of_sleep(connector: Any) -> None:
-    """Have vLLM's worker in this process tell `connector` of sleep, as from 0.33 on it does by itself."""
+    """Have vLLM's worker in this process notify `connector` of sleep, as it does by itself since 0.33."""
     if hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         return
     from vllm.v1.worker.gpu_worker import Worker
@@ -92,7 +92,7 @@ def tell_of_sleep(connector: Any) -> None:
 
 
 def _telling(name: str, own: Any) -> Any:
-    """What does as the worker's `own` method of that name and tells of it."""
+    """Wrap the worker's `own` method of that name, so that it also notifies connectors."""
 
     @functools.wraps(own)
     def telling(worker: Any, *args: Any, **settings: Any) -> Any:
@@ -110,27 +110,27 @@ def _telling(name: str, own: Any) -> Any:
 
 
 def hashed_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tokens per block hash. Before 0.32 only the scheduler is told; for one group these are the cache's blocks."""
+    """Tokens per block hash. Before 0.32 only vLLM's scheduler knows; with one group it is the cache's block size."""
     told = getattr(kv_cache_config, "hash_block_size", None)
     return int(told or vllm_config.cache_config.block_size)
 
 
 def root_hash(algorithm: str) -> bytes:
-    """What the hash of a prompt's first block is chained to: vLLM draws it only when the scheduler half is made, and of
-    the algorithms that PDX takes, and a seed in 0.28, it is the same each time."""
+    """The hash that a prompt's first block is chained to. vLLM initializes it only after the scheduler half was made.
+    With the hash algorithms that PDX accepts (in 0.28, and a fixed seed) it is always the same."""
     kv_cache_utils.init_none_hash(get_hash_fn_by_name(algorithm))
     return bytes(kv_cache_utils.NONE_HASH)
 
 
 def salt_tag() -> str:
-    """What stands beside a cache salt in the hash of a prompt's first block; empty: the salt stands there alone."""
+    """The tag beside a cache salt in the hash of a prompt's first block; empty: the salt is hashed without a tag."""
     request = SimpleNamespace(cache_salt="salt", lora_request=None, mm_features=[], prompt_embeds=None)
     extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 0, 1, 0)
     return "" if extra == ("salt",) else str(extra[0][0])
 
 
 def page_order(kv_cache_config: Any) -> str:
-    """The physical order of the cache's dimensions. Empty: only the workers know, which is so in 0.28."""
+    """The physical order of the cache's dimensions. Empty: only the workers know it, as in 0.28."""
     if hasattr(kv_cache_config, "kv_cache_layout"):
         return str(kv_cache_config.kv_cache_layout or "")
     if get_current_vllm_config_or_none() is None:
@@ -141,7 +141,7 @@ def page_order(kv_cache_config: Any) -> str:
 
 
 def cpu_isa(spec: Any, cache: Any) -> str:
-    """The instruction set by which vLLM packs pages on this CPU; empty on GPUs. vLLM has no public name for it."""
+    """The instruction set by which vLLM packs pages on this CPU; empty on GPUs. vLLM has no public function for it."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -152,7 +152,7 @@ def cpu_isa(spec: Any, cache: Any) -> str:
 
 
 def is_watermarked(vllm_config: Any) -> bool:
-    """Whether the engine's answers are watermarked, for which not every release has a setting."""
+    """Whether the engine watermarks its answers; not every release has such a setting."""
     return getattr(vllm_config, "watermark_config", None) is not None
 
 
@@ -162,14 +162,14 @@ def is_diffusion(model: Any) -> bool:
 
 
 def can_reuse(model: Any) -> bool:
-    """Whether vLLM lets a model begin behind a prefix that it has not computed: some poolers need all of a prompt."""
+    """Whether vLLM lets a model start behind a prefix it has not computed: some pooling models need all of a prompt."""
     return bool(getattr(model, "is_prefix_caching_supported", True))
 
 
 def skips_cache(request: Any) -> bool:
-    """Whether a request needs every token of its prompt computed: for their logprobs, or a vector for each.
+    """Whether a request needs every token of its prompt computed: for prompt logprobs, or for a vector per token.
 
-    Not every release takes that into account itself where a connector has found something.
+    Not every release checks that itself when a connector reports a hit.
     """
     sampling, pooling = getattr(request, "sampling_params", None), getattr(request, "pooling_params", None)
     return (

@@ -1,7 +1,7 @@
-"""Into which parts the layers of a model are cut for its chunks, and which stage of an engine's pipeline has each.
+"""How a model's layers are cut into parts for its chunks, and which pipeline stage of an engine has each part.
 
-A part of the layers of a cache group is a group of its own (ADR 70). Only a worker knows which layers of which groups
-it has: vLLM's scheduler is told of the first stage's.
+A part of a cache group's layers is a cache group of its own (ADR 70). Only a worker knows which layers of which groups
+it has: vLLM's scheduler knows only the first stage's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _COUNTS = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")
 
 
 class Cut(NamedTuple):
-    """How many layers each part has, and its stage. Layers behind the model's, of a draft, are of the last part."""
+    """Layers and stage of each part. A draft's layers, numbered behind the model's own, count as the last part's."""
 
     counts: tuple[int, ...] = (0,)
     stages: tuple[int, ...] = (0,)
 
     @property
     def text(self) -> str:
-        """As the setting says it; empty: layers are not cut."""
+        """The cut as the setting `stages` spells it; empty: layers are not cut."""
         return ",".join(map(str, self.counts)) if len(self.counts) > 1 else ""
 
     def part_of(self, layer: int) -> int:
@@ -37,11 +37,11 @@ class Cut(NamedTuple):
         return table * len(self.counts) + self.part_of(layer)
 
     def split(self, layers: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """These layers, in their order, by part; those parts only that have some."""
+        """These layers by part, in ascending order; parts without any are left out."""
         return {part: tuple(of_part) for part, of_part in itertools.groupby(sorted(layers), self.part_of)}
 
     def check_stage(self, stage: int, layers: Sequence[int]) -> None:
-        """A LayoutError where a worker of this stage has layers of another one, by their numbers."""
+        """Raise LayoutError if a worker of this stage has layers whose numbers belong to another stage."""
         for layer in layers:
             if (expected := self.stages[self.part_of(layer)]) != stage:
                 raise LayoutError(
@@ -54,8 +54,8 @@ WHOLE = Cut()
 
 
 def cut_of(vllm_config: Any, setting: int | str) -> Cut:
-    """Where the setting `stages` cuts; by default where the engine's own pipeline does. A LayoutError where a part
-    would be in two stages, or the numbers are not the model's."""
+    """The cut that the setting `stages` asks for; by default that of the engine's own pipeline. Raises LayoutError if a
+    part would be in two stages, or if the numbers do not fit the model."""
     size = int(vllm_config.parallel_config.pipeline_parallel_size)
     if size == 1 and not setting:
         return WHOLE
@@ -79,7 +79,7 @@ def cut_of(vllm_config: Any, setting: int | str) -> Cut:
 
 
 def _counts(setting: int | str, total: int) -> tuple[int, ...]:
-    """How many of the model's `total` layers each part has. A LayoutError if the setting does not say so."""
+    """How many of the model's `total` layers each part has. Raises LayoutError if the setting does not fit."""
     text = str(setting)
     counts = tuple(map(int, text.split(","))) if _COUNTS.fullmatch(text) else ()
     if len(counts) == 1 and 1 <= counts[0] <= total:
@@ -93,7 +93,7 @@ def _counts(setting: int | str, total: int) -> tuple[int, ...]:
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:
-    """As vLLM deals layers out to the stages of a pipeline, where nothing else is said."""
+    """The counts by which vLLM distributes layers over pipeline stages by default."""
     counts = [total // parts] * parts
     for at in range(2, total % parts + 2):
         counts[-at] += 1

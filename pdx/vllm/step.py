@@ -1,9 +1,9 @@
 """vLLM's `SchedulerOutput` as a `StepRecord`, and the limits of its steps.
 
-See vllm/v1/core/sched/output.py, which is alike in all releases.
+See vllm/v1/core/sched/output.py, which is the same in all releases.
 
-Blocks are passed on for each cache group. Of several groups all of a request's blocks are, as vLLM has them now: a
-window's are given back while the request runs, and used for others.
+Blocks are passed on per cache group. With several groups all of a request's blocks are passed on, as vLLM has them now:
+a window's blocks are freed and reused while the request runs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def limits_of(scheduler_config: Any) -> StepLimits:
 
 
 def step_record(output: Any, half: SchedulerHalf) -> StepRecord:
-    """The step that `output` describes, as far as `half` has something to do for its requests.
+    """The step that `output` describes, with the requests that `half` may have something to do for.
 
-    Of those that run already and get no new blocks only the due ones are looked at: the others may be a thousand.
+    Of running requests that get no new blocks only the due ones are looked at: there may be a thousand others.
     """
     told: list[StepRequest] = []
     are_moving = not half.is_single
@@ -36,7 +36,7 @@ def step_record(output: Any, half: SchedulerHalf) -> StepRecord:
         if request is not None:
             scheduled = output.num_scheduled_tokens[request_id]
             known = request.num_tokens
-            if are_moving:  # blocks in the midst of a table come and go
+            if are_moving:  # blocks in the middle of a table come and go
                 blocks, has_all_blocks = output.kv_connector_block_state.get_block_ids(request_id) or (), True
             told.append(StepRequest(request_id, computed, scheduled, known, blocks, has_all_blocks))
 

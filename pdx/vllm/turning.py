@@ -1,5 +1,5 @@
-"""How keys of a vLLM engine turn with their positions, and where they lie in its pages: what is needed to load tokens
-at other positions (ADR 80)."""
+"""How a vLLM engine's keys turn with their positions and where they lie in its pages, as needed to load tokens at other
+positions (ADR 80)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdx.kernels.turned_gpu import TurnedPages
 
 _CPU = "CPU_ATTN"
-# Of these a page has, since vLLM 0.29, for each head and token its key, and its value behind that.
+# Since vLLM 0.29, a page of these backends has for each head and token the key, then the value.
 _GPU = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BASE, _DIGITS = 200, 4  # whole numbers below 257 are exact in bfloat16
@@ -27,9 +27,9 @@ _BASE, _DIGITS = 200, 4  # whole numbers below 257 are exact in bfloat16
 def turning_of(
     vllm_config: Any, groups: CacheGroups, backend: str, layers: Sequence[torch.Tensor], num_blocks: int
 ) -> Turning | TurnedPages:
-    """Of an engine whose `layers` have this attention `backend`.
+    """For an engine whose `layers` have this attention `backend`: Turning on a CPU, TurnedPages on a GPU.
 
-    :raises LayoutError: why the keys of this engine cannot be turned.
+    :raises LayoutError: the keys of this engine cannot be turned; it says why.
     """
     if not groups.is_single:
         raise LayoutError("it is for models of one cache group of full attention")
@@ -50,7 +50,7 @@ def turning_of(
 
 
 def turning_in(layout: KvLayout, backend: str, config: Mapping[str, Any]) -> Turning:
-    """On a CPU, of the model that has this Hugging Face configuration. :raises LayoutError: see `turning_of`."""
+    """For a CPU engine, whose model has this Hugging Face configuration. :raises LayoutError: see `turning_of`."""
     if backend != _CPU:
         raise LayoutError(f"keys in pages of the backend {backend!r:.60} are not turned yet")
     dtype = _dtype(layout)
@@ -65,9 +65,9 @@ def _dtype(layout: KvLayout) -> torch.dtype:
 
 
 def cpu_elements(layout: KvLayout, dtype: torch.dtype) -> PageElements:
-    """Where vLLM's own operator puts keys and values into a page: each element is given a number, digit by digit.
+    """Where vLLM's own operator puts each element of keys and values in a page, found by storing numbered elements.
 
-    :raises LayoutError: not by token and element, each at its own distance.
+    :raises LayoutError: an element's place is not the sum of an offset for its token and one for its dimension.
     """
     from vllm import _custom_ops as ops
 
