@@ -34,6 +34,7 @@ _MOST_KEPT = 64  # answers, one per Authorization header: engines may show diffe
 _LISTS_AT_ONCE = 16
 _AGAIN_S = 1.0  # delay before a list is asked for again that lacked a requested model
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+_HAS_NONE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)  # other refusals may be due to a client's headers
 
 
 class _Kept:
@@ -184,9 +185,9 @@ class Probes:
         async def has(engine: Engine) -> bool:
             try:
                 async with self._list_slots:
-                    path = f"/v1/responses/{quote(name, safe='')}"
+                    path = f"/v1/responses/{quote(name, safe='', errors='replace')}"
                     return (await self._legs.ask(engine, path, headers=headers, timeout_s=_LIST_S))[0].status == 200
-            except LegFailed:
+            except (LegFailed, Exhausted):  # what this process lacks, the request's leg finds out, too
                 return False
 
         engines = self._engines.all()
@@ -215,7 +216,7 @@ class Probes:
             record.adapters = frozenset(card["id"] for card in cards if card.get("parent"))
         elif answer.status in _REFUSED:
             record.list_at = float("-inf")  # the next client's key may be accepted
-        else:
+        elif answer.status in _HAS_NONE:
             record.models = {}
         return answer.status, raw, cards
 

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from pdx.errors import ClientGone
 from pdx.proxy import sse
@@ -124,6 +124,8 @@ class Reply:
 
     async def _prepare(self, status: int, headers: Mapping[str, str]) -> None:
         self._stream = web.StreamResponse(status=status, headers={**self._described, **self._passed, **headers})
+        if self._request.version < HttpVersion11:
+            self._stream.force_close()  # what has no length ends with its connection
         try:
             await self._stream.prepare(self._request)
         except ConnectionError as error:

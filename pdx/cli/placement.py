@@ -6,13 +6,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 
 def gpus() -> list[str]:
     """Indices of this host's NVIDIA GPUs that vLLM may use; empty on a CPU host."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return [gpu for gpu in chosen.split(",") if gpu]
+        return list(takewhile(lambda gpu: gpu and not gpu.startswith("-"), chosen.split(",")))  # CUDA's rule
     if shutil.which("nvidia-smi") is None:
         return []
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)

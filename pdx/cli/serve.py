@@ -140,12 +140,13 @@ def connector_option(settings: Mapping[str, Any]) -> tuple[str, str]:
 def flag(flags: Sequence[str], name: str) -> str | None:
     """The last value given for `name`, as `--name value` or `--name=value`.
 
-    vLLM takes `_` for `-`, and the beginning of a name for the name; one that begins several names it refuses.
+    vLLM takes `_` for `-`, the beginning of a name for the name (one that begins several names it refuses), and what
+    has a dot behind its name for a part of its value.
     """
     value = None
     for index, each in enumerate(flags):
         head, equals, tail = each.partition("=")
-        if len(head) <= len("--") or not name.startswith(head.replace("_", "-")):
+        if len(head) <= len("--") or not name.startswith(head.partition(".")[0].replace("_", "-")):
             continue
         value = tail if equals else flags[index + 1] if index + 1 < len(flags) else ""
     return value

@@ -292,7 +292,8 @@ def _reached_at(host: str) -> str:
 
 def exposure(host: str, port: int, flags: Sequence[str]) -> str:
     """What to know before the proxy is open to others; empty where it is not, or engines ask for a key."""
-    has_key = bool(flag(flags, "--api-key") or os.environ.get("VLLM_API_KEY"))  # to vLLM an empty one is none
+    # To vLLM an empty key is none.
+    has_key = flag(flags, "--api-key") or any(map(os.environ.get, ("VLLM_API_KEY", f"{PROXY_ENV}API_KEYS")))
     if has_key or is_loopback(spelled(host)):
         return ""
     return (

@@ -29,6 +29,6 @@ def test_each_engine_gets_a_gpu_until_they_run_out():
 
 def test_what_the_user_has_chosen_stays(monkeypatch):
     assert place(2, [0, 1], [], {BIND: "7"}) == [{}, {}]
-    for chosen, found in (("2,3", ["2", "3"]), ("", [])):
+    for chosen, found in (("2,3", ["2", "3"]), ("", []), ("-1", []), ("0,-1,1", ["0"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
         assert gpus() == found

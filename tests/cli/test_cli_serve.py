@@ -117,6 +117,8 @@ def test_a_connector_of_the_users_own_is_refused(flag):
         command(flag, "{}")
     with pytest.raises(ConfigError, match="itself"):
         command(f"{flag}={{}}")
+    with pytest.raises(ConfigError, match="itself"):
+        command(f"{flag}.kv_role=kv_both")  # to vLLM that is all of it
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch):

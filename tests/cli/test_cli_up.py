@@ -348,6 +348,7 @@ def test_a_usage_error_says_what_is_meant(flags, words):
         ("::", ["--api-key", "k"], {}, False),
         ("0.0.0.0", [], {"VLLM_API_KEY": "k"}, False),
         ("0.0.0.0", [], {"VLLM_API_KEY": ""}, True),
+        ("0.0.0.0", [], {"PDX_PROXY_API_KEYS": "file"}, False),
         ("127.0.0.1", [], {}, False),
         ("localhost", [], {}, False),
     ],

@@ -20,6 +20,7 @@ from proxy_harness import (
     TALK,
     begin,
     cluster,
+    dial,
     events,
     until,
     within,
@@ -378,6 +379,18 @@ async def test_what_is_no_address():
 async def test_an_address_that_cannot_be_had_is_named(address, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         await Server(web.Application(), Env()).start(address)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
+async def test_a_stream_to_a_client_of_http_1_0_ends_with_its_connection(made, path):
+    """It has no other end, though its client would keep the connection: that one waited for 75 s."""
+    made.decode.gives = 200, {"Content-Type": "application/octet-stream"}, [b"bytes"]
+    body = json.dumps({**BODY, "stream": True}).encode()
+    head = f"POST {path} HTTP/1.0\r\nConnection: keep-alive\r\nContent-Type: application/json\r\n"
+    reader, writer = await dial(made.url)
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    assert (await within(reader.read())).endswith((b"data: [DONE]\n\n", b"\r\n\r\nbytes"))
+    writer.close()
 
 
 async def test_an_error_of_the_proxy_is_logged_once_and_counted(caplog):

@@ -105,10 +105,11 @@ async def test_what_the_proxy_lacks_is_no_engines_fault():
                     status, headers, raw = await made.post(COMPLETIONS, body)
                     assert (status, headers["Retry-After"]) == (503, "1")
                     assert json.loads(raw)["error"]["code"] == 503
-                assert (await made.get("/v1/models"))[0] == 503
+                for path in ("/v1/models", "/v1/responses/resp_1"):
+                    assert (await made.get(path))[0] == 503
                 made.pass_time(5000.0)
                 await until(lambda probed=probed: probed == urls)
-            assert await made.metric("pdx_proxy_exhausted_total", lack=errno.errorcode[lack]) == 3
+            assert await made.metric("pdx_proxy_exhausted_total", lack=errno.errorcode[lack]) == 4
         assert json.loads((await made.get("/health"))[1])["decoders"] == 1
         status, headers, _ = await made.post(COMPLETIONS, BODY)
         assert (status, headers["x-pdx-mode"]) == (200, "sampled")

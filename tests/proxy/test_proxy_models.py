@@ -74,6 +74,16 @@ async def test_engines_behind_a_key_are_asked_with_the_clients():
         assert [len(engine.seen) - before[name] for name, engine in zip("01", made.decodes, strict=True)] == [2, 2]
 
 
+async def test_a_list_that_one_client_is_refused_is_there_for_others():
+    """An engine's server takes shorter headers than this client has."""
+    async with two_models(served={"field_bytes": 1 << 18}) as made:
+        long = {"tracestate": "a" * (1 << 17)}
+        assert (await made.post(COMPLETIONS, {**BODY, "model": "c"}, headers=long))[0] == 400
+        for model in "abab":
+            assert (await made.post(COMPLETIONS, {**BODY, "model": model}))[0] == 200
+        assert (asked(made)["d0"], asked(made)["d1"]) == ({"a"}, {"b"})
+
+
 async def test_a_long_prompt_is_measured_by_engines_of_its_model():
     servers = {"p0": Server(model_len=64), "d0": Server(model_len=64)}
     async with two_models(servers=servers) as made:

@@ -88,6 +88,13 @@ async def test_a_response_that_goes_on_goes_to_the_engine_that_keeps_the_one_bef
         assert len(made.decodes[1].seen) == 4
 
 
+async def test_what_can_be_no_name_of_a_response_is_for_an_engine_to_refuse():
+    async with cluster(prefills=1, decodes=2) as made:
+        body = {**RESPONSE, "previous_response_id": "\ud800"}
+        assert (await made.post(Route.RESPONSES, body))[0] == 200
+        assert [body["previous_response_id"] for each in made.decodes for body in each.bodies] == ["\ud800"]
+
+
 ALONE = {
     Route.RESPONSES: {
         "previous_response_id": "resp_1", "background": True, "truncation": "auto", "input": "", "max_output_tokens": 0,
