@@ -248,7 +248,8 @@ def parsed(data: memoryview, size: int, path: object) -> Header:
     except msgspec.MsgspecError:
         _damaged(path)
     num_sizes = header.layers if header.codec != NONE else 0
-    if len(header.sizes) != _SIZE.size * num_sizes or (num_sizes and not 0 < header.coded < header.nbytes):
+    has_sizes = len(header.sizes) == _SIZE.size * num_sizes and (not num_sizes or 0 < header.coded < header.nbytes)
+    if not (header.nbytes and has_sizes):  # nobody has room for no bytes
         _damaged(path)
     whole = header_bytes(header.layers) + header.stored
     if len(header.digests) != _DIGEST_BYTES * header.layers or size > whole:

@@ -130,6 +130,19 @@ def test_a_node_that_starts_finds_what_is_whole_removes_what_is_broken_and_leave
     assert [bed.store(number) for number in (7, 8, 9)] == [False, False, True]
 
 
+@pytest.mark.parametrize(("layers", "nbytes"), [(1, 0), (0, 4096)])
+def test_a_file_whose_name_says_no_bytes_or_no_slices_is_no_tiers(bed, layers, nbytes):
+    """There would be room for no bytes, which is none, or nothing to wait for."""
+    assert bed.store(1)
+    bed.close_tier()
+    path = bed.file(1).with_name(f"{key(2).hex()}-0-{layers}-{nbytes}.chunk")
+    path.write_bytes(bytes(chunk_format.header_bytes(layers) + nbytes))
+    bed.open()
+    assert bed.tier.keys() == [key(1)]
+    assert bed.counters["disk_foreign"] == 1
+    assert path.exists()
+
+
 @pytest.mark.long  # the suite of tiers flips some
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())

@@ -3,9 +3,12 @@
 import pytest
 from remote_bed import connections, key
 
+from pdx.memory.slot import Slot
+from pdx.store.chunk_format import packed
 from pdx.store.health import MAX_ERRORS
-from pdx.store.remote.catalog import NOT_THERE_S, THERE_S
+from pdx.store.remote.catalog import NOT_THERE_S, THERE_S, name_of
 from pdx.store.remote.tier import THREADS
+from pdx.store.tier import Part
 from pdx.testing.waiting import wait_until
 
 
@@ -114,3 +117,12 @@ def test_a_value_of_another_type_costs_itself_alone(beds, redis):
     assert bed.counters["remote_failed"] == bed.counters["remote_paused"] == 0
     assert bed.store(2) is None, "it takes the place of what is there"
     assert bed.load(2) is None
+
+
+def test_an_object_that_says_it_has_no_bytes_is_no_chunk(bed, memory):
+    """There would be room for none."""
+    part = Part(key(1), 0, 1, 0, 1, Slot(0, 0, 0))
+    memory.chunks[name_of(key(1), 0)] = bytes(packed(part, memoryview(b""), "none", lambda: False).head)
+    assert bed.sought([1]) == 0
+    assert bed.store(1) is None
+    assert bed.load(1) is None
