@@ -34,7 +34,7 @@ from pdx.errors import (
     NodeUnavailable,
     ProtocolError,
 )
-from pdx.memory.arena import Arena, check_span, round_up
+from pdx.memory.arena import Arena, check_span, not_mapped, round_up
 from pdx.memory.slot import Slot
 from pdx.security.unix_peer import peer_of, receive_fds
 
@@ -126,7 +126,7 @@ class GpuArena(Arena):
                 is_node_alive=is_node_alive,
             )
         except OSError as error:
-            raise NodeUnavailable(f"cannot map the node's arena {path}: {error}") from error
+            raise not_mapped(path, error) from error
 
     # ---- the data ---------------------------------------------------------------------------
 

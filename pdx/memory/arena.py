@@ -158,7 +158,7 @@ class Arena(Closing):
         try:
             return cls(path, nbytes, writable_generations=False)
         except OSError as error:
-            raise NodeUnavailable(f"cannot map the node's arena {path}: {error}") from error
+            raise not_mapped(path, error) from error
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path} {self.nbytes >> 20} MiB>"
@@ -235,6 +235,17 @@ class Arena(Closing):
             with contextlib.suppress(BufferError):  # a view is alive: the mapping goes with it
                 if mapping is not None:
                     mapping.close()
+
+
+def not_mapped(path: Path, error: OSError) -> NodeUnavailable:
+    """What to say where an arena cannot be mapped that a node has just told of."""
+    why = str(error)
+    if isinstance(error, FileNotFoundError):
+        why = (
+            "no such file here; a container needs the node's own /dev/shm, and if the file was removed (systemd does "
+            "that when its user logs out, see RemoveIPC in logind.conf), start the node anew"
+        )
+    return NodeUnavailable(f"cannot map the node's arena {path}: {why}")
 
 
 def _allocate_huge(fd: int, nbytes: int, total: int) -> None:
