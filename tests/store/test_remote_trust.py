@@ -136,6 +136,16 @@ def test_an_object_store_that_lets_nothing_be_removed_says_so(object_store, tmp_
         assert raised.value.kind == "denied"
 
 
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
+def test_an_endpoint_without_tls_is_that_of_any_variable_of_the_client(object_store, tmp_path, monkeypatch, name):
+    endpoint = os.environ["AWS_ENDPOINT_URL"]
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv(name, endpoint)
+    file = credentials(tmp_path, access_key_id="x", secret_access_key="x", session_token="one")
+    with contextlib.closing(opened("s3://bucket", credentials=file)) as store:
+        assert store.heads(["one"], 1) == [None]
+
+
 @pytest.mark.parametrize(("ahead_s", "is_found"), [(-3000.0, True), (0.0, True), (3000.0, True), (3700.0, False)])
 def test_what_clocks_differ_by_is_added_to_the_age(beds, s3, monkeypatch, ahead_s, is_found):
     """S3 itself refuses whoever's clock is a quarter of an hour off."""

@@ -48,7 +48,8 @@ class S3Backend(Backend):
             "session_token": credentials.session_token,
         }
         config = {name: value for name, value in own.items() if value}
-        is_http = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://")
+        endpoints = [os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")]
+        is_http = any(each.startswith("http://") for each in endpoints)
 
         self._timeout_s, self._lookup_s = settings.timeout_s, settings.lookup_s
         # Both limits of the client are for each try. The second one is for what fails at once: later than that, it
