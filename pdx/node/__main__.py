@@ -15,11 +15,11 @@ from pdx.telemetry import logs
 
 
 def main() -> int:
-    """Run the node; 1 where it cannot start. With --detach, in a process that is nobody's child, after returning."""
+    """Run the node; return 1 if it cannot start. With --detach, return at once and run it in an orphaned process."""
     if "--detach" in sys.argv[2:] and os.fork():
         return 0
     logs.set_up()
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only where the engine that starts it was pinned
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # else it inherits the pinning of the engine that starts it
     try:
         run(parse(NodeConfig, msgspec.json.decode(sys.argv[1])))
     except PdxError as error:

@@ -1,4 +1,4 @@
-"""What requests ask: leases on what is here, room for what is not; or the answer is kept back until there is more.
+"""Answers requests: leases on chunks that are here, room for those that are not, or later, once more chunks have come.
 
 No sockets here.
 """
@@ -35,12 +35,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("pdx.node")
 
 MAX_TRANSFER_S = 600.0
-BACKLOG_LEFT = 0.5  # of an engine's unfilled chunks so much is to be computed: some of it may be over already
+BACKLOG_LEFT = 0.5  # share of an engine's unfilled chunks that is taken to be still uncomputed
 
 
 class Admissions:
-    """Answers each request from the store, and knows whether what is missing may still come. Owned by the control
-    loop."""
+    """Answers requests from the store, and decides whether missing chunks may still come. Owned by the control loop."""
 
     def __init__(self, service: Service) -> None:
         self._config = service.config
@@ -60,7 +59,7 @@ class Admissions:
         self.explanations = Explanations(service)
 
     def ask(self, session: Session, ask: Admit) -> Admitted | None:
-        """The answer; None: it comes later.
+        """Answer a request; None: the answer comes later.
 
         :raises NodeError, ProtocolError: refused; nothing is held.
         """
@@ -108,12 +107,12 @@ class Admissions:
                 raise ProtocolError(f"names of {count} blocks, where the keys and the tail have {most}")
 
     def late_answers(self) -> Iterator[tuple[Session, int, Answer]]:
-        """After each turn of the control loop: answers to what has waited, with the numbers of their messages."""
+        """After each turn of the control loop: answers to waiting requests, with the numbers of their messages."""
         self._waiting.changed(self._news)
         self._news.clear()
         now = self._clock()
         for waiter in self._waiting.take(now):
-            answer: Answer | None = Admitted()  # where what follows fails: nothing is there
+            answer: Answer | None = Admitted()  # if what follows fails: nothing is here
             with self._faults.contain("a late answer"):
                 try:
                     answer = self._late(waiter, now)
@@ -125,11 +124,11 @@ class Admissions:
                 yield waiter.session, waiter.seq, answer
 
     def due_in(self, now: float) -> float:
-        """Seconds until there is a late answer, whatever else happens."""
+        """Seconds until the next late answer is due, even if nothing happens before."""
         return self._waiting.due_in(now)
 
     def changed(self, chunks: Iterable[Chunk], transfers: Iterable[str] = ()) -> None:
-        """Slices of these chunks, which are of these transfers, were filled, or they are whole, or never will be."""
+        """Slices of these chunks, of these transfers, were filled, or the chunks are whole, or never will be."""
         self._waiting.changed([chunk.key for chunk in chunks if chunk.state is not State.FILLING])
         for name in transfers:
             self._waiting.filled(name, self._transfers.left_s)
@@ -138,7 +137,7 @@ class Admissions:
         self._waiting.end_session(session)
 
     def _late(self, waiter: Waiter, now: float) -> Admitted | None:
-        """The answer; None: it waits on."""
+        """The answer to a waiter; None: it waits on."""
         ask = waiter.ask
         arenas = self._sessions.arenas(waiter.session, ask.shards)
         goal, until = waiter.goal, waiter.deadline
@@ -152,7 +151,7 @@ class Admissions:
             until = waiter.since + ask.wait_s
             if not ask.groups or now >= until:
                 return Admitted(answer.hits, waiting=True)
-            more = answer  # what was waited for does not come, and a shorter length of the prompt may
+            more = answer  # the goal will not be reached, but a shorter length of the prompt may be
         deadline = min(until, now + more.seconds)
         self._waiting.add(msgspec.structs.replace(waiter, goal=more.goal, key=more.key, deadline=deadline))
         return None
@@ -166,7 +165,7 @@ class Admissions:
             early = self._early(session, ask, arenas)
             if not early:
                 self._store.refresh(chunks)
-                if ask.groups:  # these are no hits until the others have come
+                if ask.groups:  # chunks of the goal, which are no hits until the others have come
                     here = self._store.find(more.goal.keys[: more.goal.hits], ask.shards, arenas)
                     self._store.refresh([chunk for shards in here for chunk in shards])
                 return more
@@ -180,7 +179,7 @@ class Admissions:
         chunks += part
         if ask.hints.salt or ask.hints.form:
             for chunk in chunks:
-                if not chunk.hints.salt:  # it came from a peer or a tier, which do not know
+                if not chunk.hints.salt:  # it came from a peer or a tier, which do not know its salt
                     chunk.hints = ask.hints
         new = self._tiers.storing.found_by_request(chunks) if chunks else {}
         sources = self.explanations.sources(ask, hits, [*found, part], new)
@@ -213,7 +212,7 @@ class Admissions:
         slots = [chunk.slot for chunk in chunks]
         by_layer = self._push(session, ask, arenas) or ask.writes is not None
         verdicts: list[Verdict] = []
-        with self._faults.contain("the hints of a request"):  # which cost it nothing, whatever becomes of them
+        with self._faults.contain("the hints of a request"):  # a failure here costs the request nothing
             verdicts = self._hinting.request(ask, granted, arenas, is_named=session.is_client)
         answer = Admitted(
             hits, slots, lease, False, granted, room, full, by_layer, part_blocks, verdicts, lease_s, sources
@@ -222,7 +221,7 @@ class Admissions:
         return answer
 
     def _find(self, session: Session, ask: Admit, arenas: Sequence[int]) -> tuple[int, list[tuple[Chunk, ...]]]:
-        """How many leading chunks of the prompt are here, and of each shard the chunks that hold them."""
+        """How many leading chunks of the prompt are here, and the chunks that hold them, a tuple of shards each."""
         if ask.groups:
             return restorable(self._store, self._wanted(session, ask, arenas))
         found = self._store.find(ask.keys, ask.shards, arenas)
@@ -233,14 +232,14 @@ class Admissions:
         return Wanted(ask.keys, ask.shards, arenas, session.is_client, who, ask.groups, ask.has_tail)
 
     def _first_missing(self, ask: Admit, hits: int, arenas: Sequence[int]) -> bytes:
-        """Of what is sought."""
+        """The first sought key that is not here."""
         if not ask.groups:
             return ask.keys[hits]
         keys = ask.needed_keys(ask.sought)
         return next((key for key in keys if not self._store.index.is_whole(key, ask.shards, arenas)), ask.last_sought)
 
     def _load_s(self, session: Session, ask: Admit) -> float:
-        """How long this request copies all that it asks for; 0: not known, or it copies only what is whole."""
+        """How long this request takes to copy all it asks for; 0: unknown, or it copies only whole chunks."""
         if not ask.early or ask.awaits is None or not ask.lease_s:
             return 0.0
         end, has_tail = ask.chunks, ask.has_tail
@@ -248,13 +247,13 @@ class Admissions:
         return count * self._sessions.load_s(session, ask.shards)
 
     def _early(self, session: Session, ask: Admit, arenas: Sequence[int]) -> list[tuple[Chunk, ...]]:
-        """All that is asked for, sealed or being filled by its transfer, if that takes no longer than copying the rest;
-        else nothing. The engine's blocks are then taken no sooner than they are needed."""
+        """All chunks asked for, sealed or being filled by the transfer, if filling takes no longer than copying; else
+        none, so that the engine's blocks are taken no sooner than needed."""
         load_s = self._load_s(session, ask)
         if ask.awaits is None or not load_s or self._transfers.left_s(ask.awaits) > load_s:
             return []
         found: list[tuple[Chunk, ...]] = []
-        for key in reversed(ask.needed_keys(ask.chunks)):  # where there was no room for all, the last ones are missing
+        for key in reversed(ask.needed_keys(ask.chunks)):  # without room for all, the last ones are missing
             chunks = self._store.index.known(key, ask.shards, arenas)
             if chunks is None or not _is_of(ask.awaits, chunks):
                 return []
@@ -262,7 +261,7 @@ class Admissions:
         return found[::-1]
 
     def _part(self, ask: Admit, hits: int, arenas: Sequence[int]) -> tuple[Sequence[Chunk], int]:
-        """The chunk behind the hits that has the most of the prompt's next blocks, in every shard, and how many."""
+        """The chunk after the hits with the most of the prompt's next blocks, in every shard, and how many it has."""
         names = ask.names(hits)
         if not (names and ask.lease_s):
             return (), 0
@@ -270,8 +269,8 @@ class Admissions:
         return found if found is not None else ((), 0)
 
     def _tell_names(self, ask: Admit, hits: Sequence[tuple[Chunk, ...]], block_tokens: int) -> None:
-        """What has come from elsewhere does not say what its blocks are. A decode leg names more blocks than a tail
-        has: its prompt goes on behind that."""
+        """Name the blocks of hits that came from elsewhere, which does not name them. A decode leg names more blocks
+        than a tail has, because its prompt goes on after the tail."""
         whole = len(ask.blocks) // (ask.chunk_blocks * KEY_BYTES)
         for at, chunks in enumerate(hits[:whole]):
             if not (chunks[0].blocks or chunks[0].tail):
@@ -286,13 +285,13 @@ class Admissions:
     def _reserve(
         self, session: Session, ask: Admit, hits: int, part_blocks: int, arenas: Sequence[int]
     ) -> tuple[list[int], list[Slot], bool]:
-        """Room for what is missing behind the hits: (granted indices, their slots, whether room ran out)."""
+        """Reserve room for the chunks missing after the hits: (granted indices, their slots, whether room ran out)."""
         if ask.writes is not None and self._transfers.is_given_up(ask.writes):
             return [], [], False
         granted: list[int] = []
         slots: list[Slot] = []
         full = False
-        # A tail is written by one part alone; what is to be kept, if it is not there.
+        # Only one part of a request writes the tail; "keeps" writes it only if no chunk here has all of its blocks.
         end = ask.chunks - (ask.has_tail and not ask.writes_tail)
         width = ask.chunk_blocks * KEY_BYTES
         if (
@@ -303,7 +302,7 @@ class Admissions:
         ):
             end = hits  # another chunk has all of the tail
         if ask.groups and not ask.lease_s:
-            hits = 0  # it reads nothing: it has all of them
+            hits = 0  # it reads nothing, so all of its chunks need room
         if ask.asks_room and hits < end:
             claims = [*self._claims(session, ask, hits, end, arenas)]
             if ask.groups:
@@ -314,7 +313,7 @@ class Admissions:
                 found = [of_one]
             for (first, claim), indices in zip(claims, found, strict=True):
                 granted += [first + index for index in indices]
-                if claim.is_named:  # its names say nothing of the bytes, and those below are older
+                if claim.is_named:  # names are not content: the chunks of these names in tiers below are outdated
                     self._tiers.forget([claim.keys[index] for index in indices], is_named=True)
         if ask.writes is not None and ask.asks_room and (ask.partial or not full):
             deadline = self._clock() + MAX_TRANSFER_S
@@ -325,8 +324,8 @@ class Admissions:
     def _needed_slots(
         self, session: Session, ask: Admit, slots: Sequence[Slot], arenas: Sequence[int]
     ) -> Sequence[Slot]:
-        """Those of a transfer's slots that its prompt needs, or the part of it that there was room for: of the others
-        some may never be filled, such as states that no step of the prefill leaves."""
+        """The transfer's slots that its prompt needs, or the part of the prompt for which there was room. Some of the
+        others may never be filled, such as states that no step of the prefill leaves."""
         if not ask.groups:
             return slots
         found = restorable(self._store, self._wanted(session, ask, arenas), also_filling=True)[1]
@@ -336,7 +335,7 @@ class Admissions:
     def _claims(
         self, session: Session, ask: Admit, hits: int, end: int, arenas: Sequence[int]
     ) -> Iterator[tuple[int, Claim]]:
-        """What room is asked for of chunks [hits, end), for each cache group, and the index of its first key."""
+        """For each cache group, the index of its first key and the claim on room for chunks [hits, end)."""
         width = ask.chunk_blocks * KEY_BYTES
         deadline, origin, who = self._clock() + self._config.reserve_s, Origin(session.title), _who(session, ask)
         sizes: Sequence[Admit | Group] = ask.groups or [ask]
@@ -384,13 +383,13 @@ class Admissions:
         return workers
 
     def _push(self, session: Session, ask: Admit, arenas: Sequence[int]) -> bool:
-        """Send all of it to the peer that it is for; whether that peer is another node."""
+        """Push all chunks to the peer they are for; return whether that peer is another node that gets them."""
         if not ask.push_to or (ask.writes is not None and self._transfers.is_given_up(ask.writes)):
             return False
         if ask.push_to == self._name:
             return False
         keys: Sequence[bytes] = ask.keys
-        if ask.groups:  # where there was no room for all, it is as long a part of the prompt as there was room for
+        if ask.groups:  # the whole prompt, or the longest part for which there was room
             found = restorable(self._store, self._wanted(session, ask, arenas), also_filling=True)[1]
             keys = [chunks[0].key for chunks in found]
         self._tiers.storing.bring(keys, ask.shards, arenas, ask.writes)
@@ -402,7 +401,7 @@ class Admissions:
         return True
 
     def _more(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> Patience | None:
-        """What may still come behind these hits."""
+        """What may still come after these hits."""
         if not ask.groups:
             return self._more_of(session, ask, Goal(ask.keys, hits), arenas, hits)
         if hits >= ask.sought:
@@ -415,18 +414,18 @@ class Admissions:
         return next((more for more in found if more is not None), None)
 
     def _more_of(self, session: Session, ask: Admit, goal: Goal, arenas: Sequence[int], hits: int) -> Patience | None:
-        """What of this may still come, behind these hits of the request: whole chunks first."""
+        """What may still come of this goal, after these hits of the request: whole chunks first."""
         end = len(goal.keys) if ask.groups else ask.sought
         if goal.hits < end and (seconds := self._may_come(session, ask, goal, arenas)):
             key = goal.keys[goal.hits]
-            if ask.groups and not self._store.index.of(key):  # no load has begun: a tier is being asked for the others
+            if ask.groups and not self._store.index.of(key):  # no load has begun: a tier is being asked
                 near = functools.partial(self._tiers.is_near, self._wanted(session, ask, arenas))
                 key = next(itertools.filterfalse(near, goal.keys[goal.hits :]), key)
             return Patience(hits, goal, key, seconds)
         return self._part_may_come(session, ask, goal.hits, arenas)
 
     def _part_may_come(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> Patience | None:
-        """A chunk that begins with more of the prompt's next blocks than one that is here, and is in a tier."""
+        """The wait for a chunk in a tier that begins with more of the prompt's next blocks than any chunk here."""
         names = ask.names(hits)
         if not (names and ask.lease_s and ask.wait_s):
             return None
@@ -435,7 +434,7 @@ class Admissions:
         computing = self._computing(session, ask)
         for key, count in self._tiers.parts(ask.before(hits), names, ask.shards):
             more = count - self._part(ask, hits, arenas)[1]
-            if more <= 0 or key in ask.keys[hits : hits + 1]:  # that one is not worth its load as a whole, or gone
+            if more <= 0 or key in ask.keys[hits : hits + 1]:  # the latter is not worth loading whole, or is gone
                 continue
             part = computing._replace(chunk_s=computing.chunk_s * more / ask.chunk_blocks)
             wanted = Wanted([*ask.keys[:hits], key], ask.shards, arenas, who=_who(session, ask))
@@ -445,9 +444,9 @@ class Admissions:
         return None
 
     def _may_come(self, session: Session, ask: Admit, goal: Goal, arenas: Sequence[int]) -> float:
-        """For how many seconds to wait for what is missing; 0: nothing comes."""
+        """How many seconds to wait for missing chunks; 0: none will come."""
         if ask.asks_room and not ask.lease_s:
-            return 0.0  # it writes what is missing, and reads nothing
+            return 0.0  # it writes the missing chunks and reads nothing
         awaited, hits, missing = ask.awaits, goal.hits, goal.keys[goal.hits]
         who, is_whole = _who(session, ask), bool(ask.groups)
         wanted = Wanted(goal.keys, ask.shards, arenas, session.is_client, who, is_whole=is_whole)
@@ -466,7 +465,7 @@ class Admissions:
         if has_more and (patience_s := self._tiers.may_come(wanted, hits, computing=computing)):
             return patience_s
         if not ask.source and (session.is_client or not self._peers.lookups.is_on):
-            return 0.0  # a name says nothing of the bytes that a peer has under it
+            return 0.0  # a peer may have other bytes under the same name
         try:
             return math.inf if self._peers.may_come(ask, goal, arenas, computing) else 0.0
         except (PeerError, ConfigError) as error:
@@ -474,18 +473,18 @@ class Admissions:
             return 0.0
 
     def _computing(self, session: Session, ask: Admit) -> Computing:
-        """What computing takes the engine of a session, behind what it has room for and has not filled yet."""
+        """How long a session's engine takes to compute, after the chunks it has room for and has not filled yet."""
         chunk_s = self._sessions.chunk_s(session, ask.shards)
         if chunk_s == math.inf:
             return UNKNOWN
         workers = self._sessions.workers(session.hello.engine, ask.shards)
-        of_first = sum(not group.shard for group in ask.groups) or 1  # cache groups whose chunks that worker writes
+        of_first = sum(not group.shard for group in ask.groups) or 1  # cache groups that the first worker writes
         unfilled = self._store.index.writers.count(workers[0].number) / of_first if workers else 0
         return Computing(chunk_s, BACKLOG_LEFT * unfilled * chunk_s)
 
 
 def _is_of(transfer: str, chunks: Sequence[Chunk]) -> bool:
-    """Whether what is still being filled of these comes with the transfer."""
+    """Whether all of these chunks that are not sealed belong to the transfer."""
     return all(chunk.state is State.SEALED or chunk.reservation.transfer == transfer for chunk in chunks)
 
 

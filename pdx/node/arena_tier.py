@@ -1,8 +1,7 @@
 """The arenas of this node as a tier of each other: host memory and GPUs, copied by memcpy and by copy engines.
 
-Slices go as they lie, in whole slices: no kernel runs, and nothing is gathered. One thread moves all bytes; the GIL is
-released meanwhile. What a job copies from or to one GPU is one call of the driver, where the host memory in it is
-page-locked.
+Slices are copied whole and as they lie: no kernel runs, and nothing is gathered. One thread moves all bytes, without
+the GIL. A job's copies from or to one GPU are one call of the driver if all host memory involved is page-locked.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ JOIN_S = 5.0
 
 
 class ArenaTier(Tier):
-    """See `Tier`. A copy names by `Copy.arenas` where its chunks go; the slots there are this node's own to fill."""
+    """See `Tier`. `Copy.arenas` names the arenas that a copy's chunks go to; the node itself fills the slots there."""
 
     kind = name = "arenas"
-    max_job_bytes = 64 << 20  # one launch of copies shall not keep those behind it waiting for long
+    max_job_bytes = 64 << 20  # so that one launch of copies does not delay the next for long
     max_inflight_bytes = 256 << 20
 
     def __init__(self, arenas: Sequence[Arena], store: Store, copies: Copies, env: Env) -> None:
@@ -52,18 +51,18 @@ class ArenaTier(Tier):
         self._copies = copies
         self._post = env.mailbox.post
         self._counters = env.counters
-        self._slots: dict[int, list[Slot]] = {}  # by copy: granted to it
-        self._cancelled: set[int] = set()  # copies
+        self._slots: dict[int, list[Slot]] = {}  # granted to each copy, by its number
+        self._cancelled: set[int] = set()  # numbers of copies
         self._is_closing = False
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._streams: dict[str, CopyStream] = {}  # by GPU; the thread's
-        self._pairs: dict[tuple[str, str], bool] = {}  # whether a GPU may use the memory of another; the thread's
+        self._streams: dict[str, CopyStream] = {}  # by GPU; on the thread only
+        self._pairs: dict[tuple[str, str], bool] = {}  # whether a GPU may use another's memory; on the thread only
         self._page_lock = self._lock_host()
         self._thread = threading.Thread(target=self._run, name="pdx-arenas", daemon=True)
         self._thread.start()
 
     def admit(self, copy: Copy) -> Grant:
-        """Room in the arenas that the copy names, for what is not there."""
+        """Reserve room for missing chunks in the arenas that the copy names."""
         first, last = copy.chunks[0], copy.chunks[-1]
         claim = Claim(
             keys=copy.keys,
@@ -92,23 +91,23 @@ class ArenaTier(Tier):
         self._jobs.put(job)
 
     def cancel(self, copy: Copy) -> None:
-        """Jobs of this copy that have not begun are not begun."""
+        """Drop jobs of this copy that have not begun."""
         self._cancelled.add(copy.number)
 
     def over(self, copy: Copy) -> None:
-        """What was not copied has no use any more."""
+        """Give back the slots into which nothing was copied."""
         self._cancelled.discard(copy.number)
         self._copies.give_back(self._slots.pop(copy.number, []), Cause.NOT_COPIED)
 
     def close(self) -> None:
-        """End the thread, and wait for the job that it does, for some seconds. Idempotent."""
+        """End the thread; wait up to JOIN_S for its current job. Idempotent."""
         self._is_closing = True
         self._jobs.put(None)
         self._thread.join(JOIN_S)
 
     def _lock_host(self) -> PageLock | None:
-        """Begin to page-lock the arena in host memory, if copies between it and a GPU come. It has all its pages
-        already, so no memory is taken; where it is refused, copies are slower and a call each."""
+        """Begin to page-lock the arena in host memory if there is a GPU arena to copy from and to. Its pages are all
+        allocated, so this takes no memory. If it is refused, copies are slower and each is a call of its own."""
         host = next((arena for arena in self._arenas if not arena.gpu), None)
         gpu = next((arena.gpu for arena in self._arenas if arena.gpu), "")
         if host is None or not gpu:
@@ -124,11 +123,11 @@ class ArenaTier(Tier):
         self._post(lambda: counted(log, self._counters, "page_lock_refused", text, why))
 
     def _over(self, job: Job, error: PdxError | None) -> None:
-        """On the control loop's thread: a job has ended."""
+        """Handle the end of a job, on the control loop's thread."""
         if error is None:
             for part in job.parts:
                 assert part.remote is not None
-                with contextlib.suppress(StaleSlot):  # it was deleted meanwhile
+                with contextlib.suppress(StaleSlot):  # the chunk was deleted meanwhile
                     self._copies.land(part.remote, part.first_layer, part.count)
         self._copies.done(self, job, error)
 
@@ -160,9 +159,9 @@ class ArenaTier(Tier):
         return None
 
     def _copy(self, parts: Sequence[Part]) -> None:
-        """Return when all have been copied; or some, and nothing is under way any more."""
+        """Return when all parts are copied. After an error too, no copy is in flight any more."""
         queued: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)  # by GPU
-        by_host: list[ctypes.Array[ctypes.c_char]] = []  # what goes from GPU to GPU by way of host memory
+        by_host: list[ctypes.Array[ctypes.c_char]] = []  # bytes between GPUs that go through host memory
         are_reached = True
         for part in parts:
             assert part.remote is not None
@@ -190,7 +189,7 @@ class ArenaTier(Tier):
                         stream.copy(*each)
 
     def _is_reached(self, slot: Slot) -> bool:
-        """Whether CUDA knows this memory, as copies in one call must have it."""
+        """Whether this memory is a GPU's or page-locked, as copies in one call require."""
         lock = self._page_lock
         return bool(self._arenas[slot.arena].gpu) or (lock is not None and lock.covers(slot.offset, slot.nbytes))
 

@@ -1,7 +1,7 @@
 """`pdx node`: the daemon's control loop. One thread, one ROUTER socket for processes, one DEALER to each proxy.
 
-The lock beside the socket is held as long as the node lives, so there is one node per socket, and what a killed
-node left behind is removed by the next one.
+The lock beside the socket is held as long as the node lives, so there is one node per socket, and the next node can
+remove what a killed one left behind.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ log = logging.getLogger("pdx.node")
 
 SHM = Path("/dev/shm")
 TICK_S = 0.2
-CHANGES_S = 0.05  # between two batches of what changed
-TOUCH_S = 3600.0  # between two touches of the lock: what cleans up /tmp takes files that nobody touched for days
+CHANGES_S = 0.05  # between two batches of changes
+TOUCH_S = 3600.0  # between two touches of the lock: cleaners of /tmp remove files untouched for days
 
 _FAILED = Refused(NodeError.__name__, "an internal error ended this session; see the node's log, and attach again")
 
@@ -83,7 +83,7 @@ def run(config: NodeConfig) -> None:
     with Daemon(config, env, near=near) as daemon:
         place = f" on GPU {config.gpu}" if config.gpu else ""
         log.info("node at %s with %d MiB%s", config.address, config.arena_bytes >> 20, place)
-        gc.freeze()  # the index lives as long as the node: a walk of Python's collector through it takes 0.1 s and more
+        gc.freeze()  # the index lives as long as the node; Python's collector would take 0.1 s and more to scan it
         while not stop and not daemon.is_idle_too_long():
             daemon.turn(TICK_S)
 
@@ -92,7 +92,7 @@ class Daemon(Closing):
     """The sockets, the lock, the arena and the loop around a `Service`."""
 
     def __init__(self, config: NodeConfig, env: Env | None = None, *, near: int | None = None) -> None:
-        """`env`: of its loop. `near`: the NUMA node where an arena in host memory should lie; None: anywhere."""
+        """`env`: the control loop's. `near`: the preferred NUMA node of an arena in host memory; None: any."""
         path = socket_path(config.address)
         for address in proxies_of(config):
             check_address(address, has_keys=bool(config.keys), is_control=True)
@@ -104,7 +104,7 @@ class Daemon(Closing):
             self._lock = undo.enter_context(owned(path, lambda owner: _running(path, owner)))
             gpus = [config.gpu, *config.more_gpus]
             for left in (path, *(handover_path(config.address, number) for number in range(len(gpus)))):
-                remove_socket(left)  # of a node that was killed
+                remove_socket(left)  # left by a killed node
             arenas: list[Arena] = []
             _remove_left(config)
             for number, gpu in enumerate(gpus):
@@ -127,7 +127,7 @@ class Daemon(Closing):
             undo.callback(self._process_socket.close)
             self._own: dict[object, Callable[[], None]] = {
                 self._process_socket.socket: self._serve_burst,
-                self._process_socket.queue.fd: lambda: None,  # somebody connects: `heed` has seen to it
+                self._process_socket.queue.fd: lambda: None,  # a process connects: `heed` has dealt with it
                 self.service.sessions.fd: self._end_dead,
                 env.mailbox.fd: env.mailbox.deliver,
             }
@@ -174,7 +174,7 @@ class Daemon(Closing):
             self._proxies = Proxies(proxies_of(config), self.service, self._context, self._poller)
             undo.callback(self._proxies.close)
             self._undo = undo.pop_all()
-        self._next_tick = self._next_changes = self._clock()  # from then on changes are told
+        self._next_tick = self._next_changes = self._clock()  # when the next tick and the next changes are due
         self._next_touch = self._next_tick + TOUCH_S
         self._waking = WakingClock(2 * TICK_S, self._clock)
         self._last_busy = self._waking()
@@ -193,7 +193,7 @@ class Daemon(Closing):
                 self._serve_source(source)
             if failures and isinstance(source, int) and source not in self._own:
                 with contextlib.suppress(KeyError):
-                    self._poller.unregister(source)  # else it would fail again at once, for ever
+                    self._poller.unregister(source)  # else it would fail at once again, forever
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
@@ -202,7 +202,7 @@ class Daemon(Closing):
         with self._faults.contain("late answers"):
             for session, seq, answer in self.service.admissions.late_answers():
                 self._send(session.route, seq, answer)
-            self.service.copies.pump()  # what the answers have started
+            self.service.copies.pump()  # starts copies that the answers have asked for
         with self._faults.contain("what is told of chunks"):
             self._tell_changes(now)
         with self._faults.contain("the report to the proxy"):
@@ -215,7 +215,7 @@ class Daemon(Closing):
             any(handover.serve(source) for handover in self._handovers)
 
     def _tell_changes(self, now: float) -> None:
-        """Not after each turn: to make a batch and to hand it over costs as much as some hundred chunks in it."""
+        """Publish changes, but not on each turn: a batch costs as much as some hundred of the chunks in it."""
         batch = None
         if now >= self._next_changes:
             batch = self.service.events.turn()
@@ -240,8 +240,8 @@ class Daemon(Closing):
                 self._lock.touch()
 
     def is_idle_too_long(self) -> bool:
-        """Whether nothing has been attached for `exit_when_idle_s`; ask after each turn."""
-        now = self._waking()  # while the machine stood still, nobody could attach
+        """Whether nothing has been attached for `exit_when_idle_s`; call it after each turn."""
+        now = self._waking()  # no process could attach while the machine stood still
         if len(self.service.sessions):
             self._last_busy = now
         return now - self._last_busy > self._config.exit_when_idle_s > 0
@@ -299,8 +299,8 @@ class Daemon(Closing):
         return self.service.handle(session, envelope.body)
 
     def _end_failed(self, route: bytes) -> Refused:
-        """An internal error ended a session. What its process holds stays until that one says bye, or is dead: it
-        may still be writing."""
+        """End a session after an internal error. What its process holds stays until the process says bye or dies,
+        because it may still be writing."""
         session = self.service.sessions.of_route(route)
         if session is not None:
             session.has_failed = True
@@ -330,18 +330,18 @@ def _running(path: Path, owner: str) -> NodeRunning:
 
 
 def _prefix(config: NodeConfig) -> str:
-    """What the names of the arenas of this address begin with, and no others."""
+    """The prefix of the names of this address's arenas, and of no others."""
     return "pdx-" + hashlib.blake2b(config.address.encode(), digest_size=8).hexdigest()
 
 
 def _remove_left(config: NodeConfig) -> None:
-    """Remove what a killed node of this address has left."""
+    """Remove the arenas that a killed node of this address has left."""
     for left in SHM.glob(f"{_prefix(config)}-*.arena"):
         Arena.remove_left(left)
 
 
 def _fresh_arena(config: NodeConfig, epoch: int, near: int | None, number: int, gpu: str) -> Arena:
-    """The arena `number` on this GPU, or in host memory; peers probe the first behind its chunks."""
+    """Create arena `number` on this GPU or in host memory; the first has room after its chunks for peers' probes."""
     path = SHM / f"{_prefix(config)}-{epoch:016x}{f'-{number}' if number else ''}.arena"
     nbytes = round_up(config.gpu_arena_bytes) if number else round_up(config.arena_bytes) + PROBE_BYTES
     if gpu:

@@ -1,4 +1,4 @@
-"""For the last requests: why each chunk was a hit or not, and where it came from. What `pdx why` shows."""
+"""Why each chunk of the last requests was a hit or not, and where it came from: what `pdx why` shows."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from pdx.wire.status import Explained, Explanation, Reason
 if TYPE_CHECKING:
     from pdx.node.service import Service
 
-MAX_REQUESTS = 4096  # that are remembered
-MAX_KEYS = 1 << 17  # of all requests whose keys are remembered
-MAX_BEGUN = 4096  # first blocks, and cache salts, that are remembered
-MAX_SHOWN = 32  # in one answer
-MAX_HOLDERS = 4  # of room that another request did not find
+MAX_REQUESTS = 4096  # remembered
+MAX_KEYS = 1 << 17  # remembered, of all requests
+MAX_BEGUN = 4096  # first blocks, and cache salts, remembered
+MAX_SHOWN = 32  # requests in one answer
+MAX_HOLDERS = 4  # named when a request finds no room
 MAX_GROUP_NAME = 128  # characters
-MAX_EXPLAINED = 48  # chunks that a request lacks: to explain one costs about as much as to answer for ten
+MAX_EXPLAINED = 48  # missing chunks per request: explaining one costs about as much as answering for ten
 
 
 class Explanations:
-    """What the node has answered to requests that gave a name. Owned by the control loop.
+    """The node's answers to requests that gave a name. Owned by the control loop.
 
-    To explain costs a look at each chunk that is hit, and at the first that are not, once, when it is answered.
+    An explanation costs a look at each chunk that is hit and at the first that are not, once, when it is answered.
     """
 
     def __init__(self, service: Service) -> None:
@@ -49,16 +49,16 @@ class Explanations:
         self._index = service.store.index
         self._tiers = service.tiers
         self._of_request: OrderedDict[tuple[str, str], tuple[float, Explanation]] = OrderedDict()
-        # Of the last prompts by their first block: who asked, and what leads up to the first chunk (its layout's). A
+        # The last prompts by their first block: the engine that asked, and the first chunk's parent (by its layout). A
         # block's name covers its tokens and what the engine hashes with them (cache salt, adapter, images).
         self._begun: OrderedDict[bytes, tuple[Hello, bytes]] = OrderedDict()
         self._salts: OrderedDict[bytes, None] = OrderedDict()  # of the same prompts; empty: none
-        self._keys: OrderedDict[tuple[str, str], tuple[Sequence[bytes], int]] = OrderedDict()  # and how many shards
+        self._keys: OrderedDict[tuple[str, str], tuple[Sequence[bytes], int]] = OrderedDict()  # with number of shards
         self._num_keys = 0
-        self._reuse: OrderedDict[tuple[str, str], Verdict] = OrderedDict()  # what became of the hint, by request
+        self._reuse: OrderedDict[tuple[str, str], Verdict] = OrderedDict()  # on that hint, by request
 
     def not_moved(self, session: Session, request: str) -> None:
-        """Nothing was found of a request at other positions."""
+        """Note that nothing of a request was found at other positions."""
         if request:
             verdict = Verdict("reuse", "refused", "nothing is there that begins so")
             remember(self._reuse, (_whose(session), request), verdict, MAX_REQUESTS)
@@ -72,10 +72,10 @@ class Explanations:
         part: tuple[Sequence[Chunk], int],
         now: float,
     ) -> list[Reason]:
-        """Why each chunk of a request is a hit, or is not. `found`: what its hits need; `part`: what is found behind
-        them, and so many blocks.
+        """Why each chunk of a request is a hit or not. `found`: the chunks its hits need; `part`: the partial hit after
+        them, and its number of blocks.
 
-        To be asked before room is made for what is missing: that changes the reasons.
+        Call it before room is made for missing chunks, which changes the reasons.
         """
         if not ask.request:
             return []
@@ -89,8 +89,8 @@ class Explanations:
         return [*reasons, *self._of_misses(session, ask, hits + bool(chunks), now, MAX_EXPLAINED)]
 
     def sources(self, ask: Admit, hits: int, found: Sequence[Sequence[Chunk]], new: Mapping[Chunk, Origin]) -> bytes:
-        """`Admitted.sources`. `found`: what the hits need, and the chunk behind them; `new`: of those that no request
-        has found since they are here, where they came from."""
+        """`Admitted.sources`. `found`: the chunks that the hits need, and the chunk after them; `new`: the origins of
+        those that no request has found since they came here."""
         if not new:
             return b""
         sources, places = bytearray(hits + 1), [*range(hits)]
@@ -104,7 +104,7 @@ class Explanations:
     def note(
         self, session: Session, ask: Admit, reasons: list[Reason], answer: Admitted, *, waited_s: float, now: float
     ) -> None:
-        """This was the answer to a request, for these reasons."""
+        """Remember the answer to a request and its reasons."""
         if not ask.request:
             return
         notes = []
@@ -131,9 +131,9 @@ class Explanations:
         self._remember(whose, ask)
         shown = printable(ask.request, MAX_NAME - 1), printable(whose, MAX_NAME - 1)  # clients choose both
         shown_reasons = reasons[:MAX_REASONS]
-        chunks = max(ask.sought, answer.hits)  # the tail that it would write itself may have been there
+        chunks = max(ask.sought, answer.hits)  # a tail that it would have written may have been here
         verdicts = answer.verdicts
-        if ask.moved:  # that is a question of its own, and the others stay as they were answered
+        if ask.moved:  # a question of its own; the verdicts on the request stay
             reuse = Verdict("reuse", "accepted" if answer.hits else "refused")
             remember(self._reuse, (whose, ask.request), reuse, MAX_REQUESTS)
             before = self._of_request.get((whose, ask.request))
@@ -142,14 +142,14 @@ class Explanations:
         remember(self._of_request, (whose, ask.request), (now, told), MAX_REQUESTS)
 
     def _lack(self, ask: Admit, answer: Admitted) -> int:
-        """How many chunks behind the hits are not here, nor granted."""
+        """How many chunks after the hits are neither here nor granted."""
         if not ask.groups:
             return len(ask.keys) - answer.hits - len(answer.granted)
         count = ask.chunks
         return sum(not self._index.of(key) for at, key in enumerate(ask.keys) if at % count >= answer.hits)
 
     def _differs(self, hello: Hello, ask: Admit) -> str:
-        """In what a prompt of which nothing is known differs from those before it; empty: that cannot be told."""
+        """How a prompt without any known chunk differs from those before it; empty: unknown."""
         name = ask.blocks[:KEY_BYTES]
         if not name or not self._begun:
             return ""
@@ -159,7 +159,7 @@ class Explanations:
                 return ""
             fields = differing(hello, other) or "its chunks have another layout"
             return f"engine {other.engine!r} has had the same first block, but under other keys: {fields}"
-        is_all = max(len(self._begun), len(self._salts)) < MAX_BEGUN  # else some may be forgotten
+        is_all = max(len(self._begun), len(self._salts)) < MAX_BEGUN  # else some may be forgotten by now
         if ask.hints.salt not in self._salts:
             why = "its cache salt is new here" if is_all else "its cache salt was in none of them"
             why = why if ask.hints.salt else "it has no cache salt, and all of them had one"
@@ -182,12 +182,12 @@ class Explanations:
             self._num_keys -= len(self._keys.popitem(last=False)[1][0])
 
     def keys_of(self, request: str) -> tuple[Sequence[bytes], int] | None:
-        """What the last request has asked for whose name contains this, and in how many shards; None: none is known.
-        Of several cache groups what the whole prompt needs, group behind group."""
+        """The keys and number of shards that the last request whose name contains `request` asked for; None: unknown.
+        With several cache groups, the keys that the whole prompt needs, group after group."""
         return next((self._keys[name] for name in reversed(self._keys) if request in name[1]), None)
 
     def amend(self, session: Session, request: str, first: int) -> None:
-        """The engine could not load chunk `first` of a request, and computed it and all behind it."""
+        """Note that the engine could not load chunk `first` of a request, and computed it and all after it."""
         at, told = self._of_request.get((_whose(session), request), (0.0, None))
         if told is None:
             return
@@ -203,7 +203,7 @@ class Explanations:
         self._of_request[_whose(session), request] = at, amended
 
     def _holders(self) -> list[str]:
-        """Who keeps most from being evicted, the first of them."""
+        """Who keeps the most bytes from being evicted, the largest first."""
         leased, filled = self._store.holders()
         of_session = {session.number: session.title for session in self._sessions}
         held = Counter({f"leased by {of_session.get(number, 'a peer')}": nbytes for number, nbytes in leased.items()})
@@ -212,7 +212,7 @@ class Explanations:
         return [f"{nbytes} {what}" for what, nbytes in held.most_common(MAX_HOLDERS) if nbytes]
 
     def of(self, request: str, now: float) -> Explained:
-        """The last requests whose name contains this, the newest first."""
+        """The last requests whose name contains `request`, the newest first."""
         found = []
         names = (name for name in reversed(self._of_request) if request in name[1])
         for name in itertools.islice(names, MAX_SHOWN):
@@ -222,7 +222,7 @@ class Explanations:
         return Explained(found, len(self._of_request))
 
     def _of_hits(self, hits: Sequence[tuple[Chunk, ...]], now: float, shifts: Sequence[int] = ()) -> Iterator[Reason]:
-        """`shifts`: by how many positions each was moved; empty: none was."""
+        """`shifts`: by how many positions each hit was moved; empty: none was."""
         first, pairs = 0, zip(hits, shifts or itertools.repeat(0), strict=False)
         for (_, shift), run in itertools.groupby(pairs, key=lambda pair: (id(pair[0][0].reservation.origin), pair[1])):
             chunks = [chunks for chunks, _ in run]
@@ -234,7 +234,7 @@ class Explanations:
     def _of_groups(
         self, session: Session, ask: Admit, hits: int, found: Sequence[tuple[Chunk, ...]], now: float
     ) -> Iterator[Reason]:
-        """Of each cache group the chunks that the hits need, and those that the whole prompt would need behind them."""
+        """For each cache group, the chunks that the hits need, then those that the whole prompt would need as well."""
         left, most, names = iter(found), max(1, MAX_EXPLAINED // len(ask.groups)), session.groups
         for number, group in enumerate(ask.groups):
             needs = group.first(hits, has_tail=ask.has_tail and hits == ask.chunks)
@@ -262,7 +262,7 @@ class Explanations:
             first += count
 
     def _why(self, session: Session, ask: Admit, index: int, now: float, chunk_s: float, slow: str) -> tuple[str, str]:
-        """In one word, and in a sentence. `slow`: why its peer was not asked."""
+        """Why a chunk is missing, in one word and in a sentence. `slow`: why its peer was not asked."""
         key = ask.keys[index]
         if chunks := self._index.of(key):
             shards = {chunk.shard for chunk in chunks if chunk.state is State.SEALED}
@@ -280,7 +280,7 @@ class Explanations:
         if below or slow:
             return "tier", below or slow
         gone = self._store.history.why(key)
-        lacking = dict(self._tiers.lacking(key, gone, is_named=is_named)) if has_tiers else {}  # the first of each kind
+        lacking = dict(self._tiers.lacking(key, gone, is_named=is_named)) if has_tiers else {}  # one per kind
         if gone is not None:
             kind, text = gone.why.kind, gone.told(now)
         elif lacking:
@@ -295,7 +295,7 @@ class Explanations:
         return ", or so long ago that it is forgotten" if self._store.history.has_forgotten else ""
 
 
-_HERE = ("gap", "filling", "shard")  # of reasons why a chunk is no hit: it is here, or that does not matter
+_HERE = ("gap", "filling", "shard")  # reasons for a miss although the chunk is here, or where that does not matter
 
 
 def _chunks(reason: Reason) -> str:

@@ -1,8 +1,8 @@
-"""Hands the handle of a node's GPU memory over: a Unix socket, one message each way; who asks is `pdx.cuda.arena`.
+"""Hands over the handle of a node's GPU memory on a Unix socket, one message each way; `pdx.cuda.arena` is the client.
 
-The process shows the ticket of its welcome (`pdx.wire.messages.Welcome`). The node looks at who it is, by the kernel's
-word, and sends the handle, with the memory's file descriptor where there is one. Sockets keep messages apart
-(SOCK_SEQPACKET), so there is nothing to be parsed but one bounded message.
+The process shows the ticket from its welcome (`pdx.wire.messages.Welcome`). The node checks the peer credentials that
+the kernel reports, and sends the handle, with the memory's file descriptor if there is one. The socket preserves
+message boundaries (SOCK_SEQPACKET), so one bounded message is all there is to parse.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pdx.node.sessions import TICKET_BYTES, Sessions
 from pdx.security.unix_peer import peer_of
 from pdx.telemetry.env import Env
 
-MAX_UNPROVED = 16  # connections that have not shown a ticket yet; more wait in the backlog
+MAX_UNPROVED = 16  # connections without a ticket so far; further ones wait in the backlog
 MAX_OF_ONE_PROCESS = 4
-TIMEOUT_S = 1.0  # with a connection that shows no ticket
+TIMEOUT_S = 1.0  # for a connection to show its ticket
 _BACKLOG = 256
 
 
@@ -39,7 +39,7 @@ class HandoverServer:
     """The node's side. Owned by its control loop; nothing blocks, nothing raises."""
 
     def __init__(self, path: Path, sessions: Sessions, memory: DeviceMemory, poller: zmq.Poller, env: Env) -> None:
-        """`poller` decides when `serve` is called. `path` is free."""
+        """`path` must be free. The owner of `poller` calls `serve` when a descriptor is readable."""
         self.path = path
         self._sessions = sessions
         self._memory = memory
@@ -58,7 +58,7 @@ class HandoverServer:
         self._listen()
 
     def serve(self, fd: int) -> bool:
-        """Deal with a descriptor that can be read; False: it is none of ours."""
+        """Handle a readable descriptor; False: it is not this server's."""
         if fd == self._listener.fileno():
             self._accept()
             return True
@@ -69,7 +69,7 @@ class HandoverServer:
         return True
 
     def tick(self) -> None:
-        """A few times a second: connections that show no ticket are closed."""
+        """Close connections that have shown no ticket in time; call it a few times a second."""
         now = self._env.clock()
         for asker in [asker for asker in self._askers.values() if asker.deadline <= now]:
             self._refuse(asker, f"no ticket within {TIMEOUT_S:g} s")
@@ -87,7 +87,7 @@ class HandoverServer:
     # ---- one connection ---------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Take connections exactly while there is a place for one."""
+        """Accept connections exactly as long as there is room for one."""
         is_free = len(self._askers) < MAX_UNPROVED
         if is_free and not self._is_listening:
             self._poller.register(self._listener.fileno(), select.POLLIN)
@@ -98,7 +98,7 @@ class HandoverServer:
     def _accept(self) -> None:
         try:
             stream, _ = self._listener.accept()
-        except OSError:  # it left meanwhile, or this process has no descriptor left: asked again by the poller
+        except OSError:  # the client has left, or this process is out of descriptors: the poller will retry
             return
         pid, uid = peer_of(stream)
         stream.setblocking(False)

@@ -1,7 +1,7 @@
-"""What requests and applications say of the future of chunks, carried out; each field has its answer.
+"""Carries out the hints of requests and applications on the future of chunks, with a verdict on each field.
 
 A field that asks for something is accepted, clipped (less is done than it asks for) or refused, with the reason in
-words. None of it costs a request anything but what it asked for. No sockets here.
+words. A refused hint costs a request nothing but that hint. No sockets here.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from pdx.node.look_ahead import Of
     from pdx.node.service import Service
 
-AGAIN_S = 1.0  # what is being filled when it should be forgotten is looked at again after that
-Outcome = tuple[str, str, str]  # of one field: outcome, why, and what it was clipped to
+AGAIN_S = 1.0  # until a chunk is checked again that was being filled when its end came
+Outcome = tuple[str, str, str]  # of one field: outcome, why, and the value it was clipped to
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What hints are about: `new` of its keys are written by this very request."""
+    """The chunks that hints are about; those of the keys `new` are written by this very request."""
 
     wanted: Wanted
     new: frozenset[bytes] = frozenset()
-    is_request: bool = False  # which asks for its chunks itself
+    is_request: bool = False  # a request asks for its chunks itself
 
 
 class Hinting:
@@ -58,12 +58,12 @@ class Hinting:
         self.ends = Ends()
         self.demotions = Demotions(self._store, self._tiers, service.env, within_s=self._config.push_s)
 
-    # ---- who says it ------------------------------------------------------------------------
+    # ---- sources of hints -------------------------------------------------------------------
 
     def request(self, ask: Admit, granted: Sequence[int], arenas: Sequence[int], *, is_named: bool) -> list[Verdict]:
-        """A request was answered; `granted` are indices into its keys. What became of each field of its hints."""
+        """Carry out the hints of a request being answered; `granted` are indices into its keys. A verdict per field."""
         if not (ask.lease_s or ask.asks_room):
-            return []  # it looks, and uses nothing
+            return []  # it only looks up
         if self.demotions.keys:
             self.demotions.use(ask.needed_keys(ask.chunks))
         if self.ends.until and not ask.hints.ttl_s:
@@ -71,7 +71,7 @@ class Hinting:
         if ask.hints == NO_HINTS or not ask.hints.asks:
             return []
         new = {ask.keys[index] for index in granted if not self._tiers.has(ask.keys[index], ask.shards)}
-        if ask.transfer is not None:  # the other leg of the same request has written these
+        if ask.transfer is not None:  # those written by the other leg of the same request
             new |= {
                 key
                 for key in ask.keys
@@ -81,7 +81,7 @@ class Hinting:
         return self._carry_out(ask.hints, Target(wanted, frozenset(new), is_request=True))
 
     def advise(self, ask: Advise, arenas: Sequence[int], *, is_named: bool) -> Advised:
-        """An application says something of these keys, or of what the last request of a session used."""
+        """Carry out an application's hints about these keys, or about those that a session's last request used."""
         hints = ask.hints
         if ask.keys:
             wanted: Wanted | None = Wanted(ask.keys, ask.shards, arenas, is_named)
@@ -100,7 +100,7 @@ class Hinting:
     # ---- field by field ---------------------------------------------------------------------
 
     def _carry_out(self, hints: Hints, target: Target) -> list[Verdict]:
-        found = [*self._of_sessions(hints, ["prefetch"], target)]  # what is being loaded can be leased
+        found = [*self._of_sessions(hints, ["prefetch"], target)]  # first: chunks being loaded can be leased
         if hints.reuse_s:
             found.append(_verdict("reuse_s", self._expect(hints, target)))
         if hints.priority:
@@ -110,7 +110,7 @@ class Hinting:
         if hints.lease_s is not None:
             found.append(_verdict("lease_s", self._lease(hints, target)))
         found += self._of_sessions(hints, ["demote"], target)
-        if hints.codec is not None:  # of a request it is its engine's to answer
+        if hints.codec is not None:  # a request's engine answers this itself
             is_as_it_is = hints.codec == "none"
             text = "" if is_as_it_is else "a request asks for it, or pdx cache compress: its chunks have other keys"
             found.append(_verdict("codec", ("accepted" if is_as_it_is else "refused", text, "")))
@@ -126,21 +126,21 @@ class Hinting:
         return found
 
     def _runs(self, hints: Hints, wanted: Wanted) -> Iterator[list[Chunk]]:
-        """The leading keys of which memory has every shard, filled or still being filled: of this tenant alone. Of
-        several cache groups those of what the whole prompt needs."""
+        """The chunks of leading keys of which memory has every shard, filled or being filled, for this tenant alone.
+        With several cache groups, all such chunks that the whole prompt needs."""
         wanted = whole(wanted)
         for key in wanted.keys:
             chunks = self._store.index.known(key, wanted.shards, wanted.arenas)
             if chunks is not None and all(chunk.hints.salt in (b"", hints.salt) for chunk in chunks):
                 yield chunks
-            elif not wanted.is_whole:  # else nothing leads up to the next one
+            elif not wanted.is_whole:  # else the next chunk does not depend on this one
                 return
 
     def _all(self, hints: Hints, wanted: Wanted) -> list[Chunk]:
         return [chunk for chunks in self._runs(hints, wanted) for chunk in chunks]
 
     def _expect(self, hints: Hints, target: Target) -> Outcome:
-        """Of several times the soonest that is still to come counts."""
+        """Set when the chunks will be reused; of several times the next one counts."""
         if not self._store.pools[0].order.weighs_reuse:
             return "refused", "the policy of this node goes by age alone (--policy)", ""
         now = self._clock()
@@ -153,7 +153,7 @@ class Hinting:
         return ("accepted", "", "") if chunks else ("refused", "none of its chunks is in memory", "")
 
     def _rank(self, hints: Hints, target: Target) -> Outcome:
-        if target.is_request:  # its own chunks have it; what others have stored keeps what they said
+        if target.is_request:  # its own chunks have it already; chunks of other requests keep theirs
             return "accepted", "", ""
         chunks = self._all(hints, target.wanted)
         for chunk in chunks:
@@ -197,7 +197,7 @@ class Hinting:
         return ("clipped", "; ".join(whys), f"{seconds:g}") if whys else ("accepted", "", "")
 
     def _of_sessions(self, hints: Hints, fields: Sequence[str], target: Target | None) -> Iterator[Verdict]:
-        """Fields that name sessions, or the chunks of the target itself."""
+        """Carry out fields that name sessions, or (OWN) the target itself."""
         for field in fields:
             names: Sequence[str] = getattr(hints, field)
             told = [self._of_one(hints, field, name, target) for name in dict.fromkeys(names)]
@@ -242,16 +242,16 @@ class Hinting:
         return "accepted", "", ""
 
     def memory_at(self, to: str) -> Place:
-        """The arenas that are called so; empty: the first one. :raises NodeError: there are none."""
+        """The arenas of that name; empty: the first arena. :raises NodeError: there are none."""
         place = self._places.at(to)
         if place.tier is not None:
             raise NodeError(f"{to} is no memory that chunks are prefetched into; move stores them there")
         return place
 
     def prefetch(self, session: Of, wanted: Wanted, place: Place) -> None:
-        """Load this into memory, as if a request were on its way.
+        """Load these chunks into memory, as if a request for them were on its way.
 
-        :raises NodeError: it cannot be loaded there.
+        :raises NodeError: they cannot be loaded there.
         """
         arenas: Sequence[int] = () if place == self._places.first else wanted.arenas
         if place != self._places.first and not (arenas and all(arenas)):  # no engine has used it there
@@ -280,7 +280,7 @@ class Hinting:
     # ---- time -------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Forget what has come to its end, and have chunks leave memory; call it a few times a second."""
+        """Delete chunks whose end has come, and carry on with demotions; call it a few times a second."""
         now = self._clock()
         if over := self.ends.take(now):
             filling = {key for key in over if any(one.state is State.FILLING for one in self._store.index.of(key))}

@@ -1,10 +1,10 @@
-"""Requests that wait in engines' queues, or are on their way: their chunks are loaded ahead, and evicted last.
+"""Requests that wait in engines' queues or are on their way: their chunks are loaded ahead, and evicted last.
 
-A proxy tells of a request before its engine has read it, and knows its session alone: what the session's last request
-used is what the next one begins with.
+A proxy announces a request before its engine has read it and knows only its session, so the request is expected to
+begin with the chunks that the session's last request used.
 
 Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with CachedAttention", ATC 2024,
-section 3.3: of the queue as many requests are looked at as there is room for.
+section 3.3: the look-ahead takes as many requests from the queue as there is room for.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from pdx.wire.messages import Admit, Expect
 if TYPE_CHECKING:
     from pdx.node.service import Service
 
-SHARE = 0.5  # of the first arena, for what the queue wants
+SHARE = 0.5  # of the first arena, for chunks that queues want
 MAX_REQUESTS = 4096  # of all queues together
 MAX_KEYS = 1 << 17
-SESSIONS_SHARE = 0.5  # of these three: no more is heeded of what sessions may want; queues have the rest
+SESSIONS_SHARE = 0.5  # of these three, the most for requests that sessions may send; the rest is for queues
 MAX_SESSIONS = 4096  # whose last request is remembered
 MAX_LOOKS = 8192  # at chunks, for one list of sessions
-ARRIVAL_S = 30.0  # a request that the proxy has told of comes by then
-SPARE = 64  # numbers of requests that are gone are tolerated up to so many, and as many again as there are
+ARRIVAL_S = 30.0  # until a request that the proxy announced is given up
+SPARE = 64  # stale numbers tolerated in the heap, beyond as many as there are requests
 
 
 Of = tuple[bytes, str]  # a session of requests: its tenant (`Hints.salt`) and its name
-Name = str | Of  # of what is expected: an engine's request, or the next one of a session
+Name = str | Of  # of an expected request: an engine's, or the next one of a session
 
 
 class Expected(msgspec.Struct, eq=False):
     request: Name
-    number: int  # its place in the order in which they came
+    number: int  # in order of arrival
     wanted: Wanted
-    until: float  # then it is given up
-    lifts: bool = False  # whether it shall be in the arenas that are wanted, by way of the first one
-    nbytes: int = 0  # of its chunks that were here, or were being loaded, when that was looked up
+    until: float  # when it is given up
+    lifts: bool = False  # whether its chunks go on to the arenas wanted, by way of the first one
+    nbytes: int = 0  # of its chunks that were here or being loaded at the last look-up
     copies: list[Copy] = []
-    is_loaded: bool = False  # once: what could not be loaded is not lifted
-    coming: set[Chunk] = set()  # that are being loaded, to be lifted when all of them are here or will never be
+    is_loaded: bool = False  # whether its loads were begun, which happens once
+    coming: set[Chunk] = set()  # being loaded; lifted when all of them are here or will never be
 
 
 class LookAhead:
-    """All requests that engines have told of and that have not asked yet. Owned by the control loop.
+    """All announced requests that have not asked yet. Owned by the control loop.
 
-    A call costs what it names; `turn` looks each request up once, and again when a remote store has answered.
+    A call costs as much as the keys it names; `turn` looks up each request once, and again when a remote store answers.
     """
 
     def __init__(self, service: Service) -> None:
@@ -73,27 +73,27 @@ class LookAhead:
         self._of_session: Groups[int, Name] = Groups()
         self._numbers = 0
         self._keys = 0
-        self._due: list[int] = []  # a heap: numbers of those to look up, and of some that are gone
-        self._nbytes = 0  # of all that were looked up
-        self._num_lifting = 0  # of all, those that lift what is loaded for them
+        self._due: list[int] = []  # a heap: numbers of requests to look up, and some stale ones
+        self._nbytes = 0  # of all requests that were looked up
+        self._num_lifting = 0  # requests that lift chunks loaded for them
         self._clock = service.env.clock
-        self._last: OrderedDict[Of, Wanted] = OrderedDict()  # the one that came last at the end
+        self._last: OrderedDict[Of, Wanted] = OrderedDict()  # last requests of sessions, the newest at the end
         self._last_keys = 0  # of all of them
-        self._users: dict[bytes, Counter[bytes]] = {}  # by tenant, how many of them used a key
-        self._arrivals: Deadlines[Name] = Deadlines()  # sessions of which a request is to come
+        self._users: dict[bytes, Counter[bytes]] = {}  # by tenant, how often they use a key
+        self._arrivals: Deadlines[Name] = Deadlines()  # sessions from which a request is to come
 
     def __len__(self) -> int:
         return len(self._expected)
 
     def expect(self, session: Session, ask: Expect, arenas: Sequence[int]) -> bool:
-        """A request of this session waits for its turn, or, without keys, does so no more; whether it is heeded."""
+        """Note that a request of this session waits for its turn or, without keys, no longer does. False: ignored."""
         if not ask.keys:
             return self._end(session.number, ask.request, is_over=True)
         return self._add(session.number, ask.request, _wanted(session, ask, arenas))
 
     def kept(self, session: str) -> tuple[dict[str, tuple[int, int]], int]:
-        """By session whose name contains this, those that came last first, how many chunks of its last request memory
-        has, and their bytes; and how many sessions are left out, because it would take too long to look at them."""
+        """For sessions whose name contains `session`, the newest first: how many chunks of the last request are in
+        memory, and their bytes; and the number of sessions left out because looking at them would take too long."""
         found: dict[str, tuple[int, int]] = {}
         looks = left_out = 0
         for (_, name), wanted in reversed(self._last.items()):
@@ -108,26 +108,26 @@ class LookAhead:
         return found, left_out
 
     def last(self, session: Of) -> Wanted | None:
-        """What the last request of a session asked for; None: none is remembered."""
+        """The chunks that a session's last request asked for; None: no request is remembered."""
         return self._last.get(session)
 
     def unshared(self, keys: Sequence[bytes], session: Of) -> list[bytes]:
-        """Those of these that the last request of no other session of the same tenant used: all behind its leading
-        ones, of each cache group."""
+        """The keys that no other session's last request of the same tenant used: in each cache group, those after the
+        shared leading ones."""
         last = self._last.get(session)
         own = Counter(last.keys) if last is not None else Counter[bytes]()
         users = self._users.get(session[0], own)
         return [key for key in keys if users[key] <= own[key]]
 
     def arriving(self, session: Of) -> None:
-        """A request of this session is on its way, as the proxy says."""
+        """The proxy announces a request of this session."""
         last = self._last.get(session)
         if last is not None and self._await(session, last):
             self._counters["arrivals"] += 1
 
     def prefetch(self, session: Of, wanted: Wanted) -> bool:
-        """Load this now, as if a request of the session were on its way, to where it is wanted; whether that is
-        heeded."""
+        """Load these chunks to where they are wanted, as if a request of the session were on its way. False: there are
+        too many requests."""
         known = self._expected.get((NODE, session))
         if known is not None and (known.wanted.keys, known.wanted.arenas) != (wanted.keys, wanted.arenas):
             self._end(NODE, session, is_over=False)
@@ -144,7 +144,7 @@ class LookAhead:
         return heeded
 
     def came(self, session: Session, ask: Admit, arenas: Sequence[int]) -> None:
-        """A request of a session (`ask.hints`) asks for what it needs; the next one will need that, too."""
+        """A request of a session (`ask.hints`) asks for its chunks, which the next request will need, too."""
         name = ask.hints.salt, ask.hints.session
         self._end(NODE, name, is_over=False)
         if name in self._last:
@@ -169,7 +169,7 @@ class LookAhead:
             del self._users[name[0]]
 
     def tick(self) -> None:
-        """Give up what has not come in time."""
+        """Give up announced requests that have not come in time."""
         for session in self._arrivals.take(self._clock()):
             self._end(NODE, session, is_over=True)
 
@@ -177,7 +177,7 @@ class LookAhead:
         self, session: int, request: Name, wanted: Wanted, until: float = math.inf, *, lifts: bool = False
     ) -> bool:
         name = session, request
-        share = SESSIONS_SHARE if session == NODE else 1.0  # a request that waits is surer than one that may come
+        share = SESSIONS_SHARE if session == NODE else 1.0  # waiting requests are certain, announced ones are not
         full = len(self._expected) >= share * MAX_REQUESTS or self._keys + len(wanted.keys) > share * MAX_KEYS
         full = full or (session == NODE and self._nbytes >= share * self._most_bytes)
         if full or name in self._expected:
@@ -194,7 +194,7 @@ class LookAhead:
         return True
 
     def asks(self, session: Session, request: str) -> None:
-        """Its turn has come: what is being loaded for it is its own from now on."""
+        """A request's turn has come: it takes over the chunks that are being loaded for it."""
         self._end(session.number, request, is_over=False)
 
     def end_session(self, session: Session) -> None:
@@ -219,13 +219,13 @@ class LookAhead:
         return True
 
     def answered(self, news: Iterable[Hashable]) -> None:
-        """`news`: see `Env`. Of the keys in it a remote store has said whether it has them."""
+        """Look up requests again whose keys are in `news` (see `Env`): a remote store has said whether it has them."""
         keys = [each for each in news if isinstance(each, bytes)]
         for number in {number for key in keys for number in self._store.wanted.get(key, ())}:
             heapq.heappush(self._due, number)
 
     def landed(self, chunks: Iterable[Chunk]) -> None:
-        """These were loaded, or never will be."""
+        """Note that these chunks were loaded, or never will be."""
         for chunk in chunks if self._num_lifting else ():
             for number in self._store.wanted.get(chunk.key, ()):
                 expected = self._by_number[number]
@@ -235,7 +235,7 @@ class LookAhead:
                         heapq.heappush(self._due, number)
 
     def turn(self) -> None:
-        """Load what the first requests of the queue want, as many as there is room for."""
+        """Load the chunks of the first requests in the queue, as many as there is room for."""
         while self._due and self._nbytes < self._most_bytes:
             expected = self._by_number.get(heapq.heappop(self._due))
             if expected is not None:
@@ -245,7 +245,7 @@ class LookAhead:
 
     @property
     def _most_bytes(self) -> int:
-        """Of what is looked up."""
+        """The limit for `_nbytes`."""
         return int(self._store.pools[0].total_bytes * SHARE)
 
     def _look_up(self, expected: Expected, room_bytes: int) -> None:
@@ -275,7 +275,7 @@ class LookAhead:
         self._counters["prefetched_chunks"] += sum(len(copy.keys) for copy in copies)
 
     def _lift(self, expected: Expected, wanted: Wanted, room_bytes: int) -> None:
-        """Have it copied from the first arena, where it is loaded first; to look at it costs its keys."""
+        """Copy the chunks on from the first arena, into which they are loaded first; costs as much as its keys."""
         shards, arenas = wanted.shards, wanted.arenas
         here = [chunks for key in wanted.keys for chunks in self._store.find([key], shards, arenas)]
         expected.nbytes = sum(chunk.room_bytes for chunks in here for chunk in chunks)
@@ -288,7 +288,7 @@ class LookAhead:
         if low and not expected.is_loaded:
             loads = self._tiers.prefetch(replace(wanted, keys=low, arenas=()), 0, room_bytes - expected.nbytes)
             known = (chunk for key in low for chunk in self._store.index.known(key, shards) or ())
-            # Also what is being loaded for others.
+            # Including chunks that are being loaded for other requests.
             expected.coming = {chunk for chunk in known if chunk.state is State.FILLING and chunk.writer == NODE}
             expected.is_loaded = bool(expected.coming)
             expected.nbytes += sum(copy.held_bytes for copy in loads)

@@ -1,7 +1,7 @@
-"""A node's Prometheus metrics over HTTP, and whether it is well: asked of the control loop when somebody asks.
+"""A node's Prometheus metrics and health over HTTP; each request asks the control loop.
 
 One thread serves one connection at a time, so floods of connections cost metrics and nothing else. A connection has
-SILENCE_S to say what it wants, and as long to take the answer.
+SILENCE_S to send its request, and as long to take the answer.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdx.node")
 
-ANSWER_S = 2.0  # for the control loop to tell its status
-SILENCE_S = 2.0  # for a connection to have asked
-_MAX_HEAD_BYTES = 16 << 10  # of what it asks
+ANSWER_S = 2.0  # for the control loop to answer
+SILENCE_S = 2.0  # for a connection to send its request
+_MAX_HEAD_BYTES = 16 << 10  # of a request
 PATH = "/metrics"
-WELL = ("/healthz", "/readyz")  # for whoever starts nodes anew: nobody needs a token for these
-_LOOK_S = 0.5  # between looks whether the server is to end
-_PAUSE_S = 0.05  # after an accept that failed, as without free descriptors: no busy loop
+WELL = ("/healthz", "/readyz")  # for supervisors that restart nodes; no token is needed
+_LOOK_S = 0.5  # between checks whether the server is to end
+_PAUSE_S = 0.05  # after a failed accept, as without free descriptors, against a busy loop
 _TIMED: list[tuple[str, ...]] = [
     *(("pdx_node_admit_seconds",), ("pdx_node_handoff_seconds",)),
     *(("pdx_node_copy_seconds", *each) for each in COPIES),
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 def zeros() -> dict[str, dict[tuple[str, ...], float]]:
-    """All counters of a node by metric, each with a series before it first counts: `rate` sees no first event else."""
+    """All counters of a node by metric, each series at 0 from the start: else `rate` does not see the first event."""
     found: dict[str, dict[tuple[str, ...], float]] = {
         name: {} if each.labels else {(): 0}
         for name, each in METRICS.items()
@@ -72,7 +72,7 @@ def zeros() -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def families(status: NodeStatus, timings: Timings) -> Iterator[Metric]:
-    """All that a node tells."""
+    """All metrics of a node."""
     counters = zeros()
     for name, count in status.counters.items():
         metric, labels = of_counter(name)
@@ -115,9 +115,9 @@ class _Node(Collector):
 
 
 def _head(connection: socket.socket) -> bytes:
-    """What a connection asks, up to the empty line.
+    """A connection's request up to the empty line.
 
-    :raises OSError: it has not said all of that in time.
+    :raises OSError: the client has not sent all of it in time.
     """
     deadline, data = time.monotonic() + SILENCE_S, b""
     while b"\r\n\r\n" not in data and b"\n\n" not in data and len(data) < _MAX_HEAD_BYTES:
@@ -132,7 +132,7 @@ def _head(connection: socket.socket) -> bytes:
 
 class _Handler(WSGIRequestHandler):
     def setup(self) -> None:
-        """What was asked is read before anything is made of it, so that a byte now and then gains no time."""
+        """Read the whole request before parsing, so that a client that sends it byte by byte gains no time."""
         super().setup()
         self.rfile = io.BufferedReader(io.BytesIO(_head(self.connection)))
 
@@ -154,11 +154,11 @@ class MetricsServer(WSGIServer):
         token_file: str = "",
         has_keys: bool = False,
     ) -> None:
-        """`status` is for the control loop's thread. `token_file`: who shows the token in it is told the metrics; where
-        there is none, everybody who gets there. `has_keys`: the node has keys and a roster, so that it may be seen from
+        """`status` is called on the control loop's thread. `token_file`: holds the token that clients must show for the
+        metrics; without it, any client gets them. `has_keys`: the node has keys and a roster, so that it may serve
         other hosts without a token as well.
 
-        :raises ConfigError: the address is none, leads beyond this host without a token or keys, or cannot be had.
+        :raises ConfigError: the address is invalid, beyond this host without a token or keys, or cannot be bound.
         """
         check_address(f"tcp://{address}", has_keys=True, listens=True)
         url = urlsplit(f"tcp://{address}")
@@ -167,7 +167,7 @@ class MetricsServer(WSGIServer):
             text = "is beyond this host, which needs --metrics-token-file, or --keys and --roster"
             raise ConfigError(f"--metrics {address} {text}")
         for key in _TIMED:
-            env.timings[key]  # each has its series from the start
+            env.timings[key]  # creates its series
         self._env = env
         self._token = Token(token_file) if token_file else None
         told = registry(_Node(lambda: self._asked(lambda: (status(), env.timings.copy()))))
@@ -184,7 +184,7 @@ class MetricsServer(WSGIServer):
         log.info("metrics at http://%s:%d/metrics, for %s", *self.server_address[:2], whom)
 
     def close(self) -> None:
-        """Answer nobody who comes from now on. Does not wait for a connection that is being answered."""
+        """Accept no more connections. Does not wait for one that is being answered."""
         self._closing.set()
 
     def _run(self) -> None:
@@ -193,7 +193,7 @@ class MetricsServer(WSGIServer):
         self.server_close()
 
     def _asked(self, ask: Callable[[], T]) -> T:
-        """What the control loop says. :raises TimeoutError: nothing in time."""
+        """Call `ask` on the control loop's thread. :raises TimeoutError: no answer in time."""
         future: Future[T] = Future()
         self._env.mailbox.post(lambda: future.set_result(ask()))
         return future.result(ANSWER_S)
@@ -239,7 +239,7 @@ class MetricsServer(WSGIServer):
         log.debug("metrics were not told to %s", client_address, exc_info=True)
 
     def server_bind(self) -> None:
-        """Without the base class's look-up of the host's name."""
+        """Bind without the base class's look-up of the host's name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "", self.server_address[1]
         self.setup_environ()

@@ -1,6 +1,6 @@
-"""Where on a machine with several NUMA nodes a PDX node's memory and threads belong: near the GPUs that copy.
+"""Places a PDX node's memory and threads on the right NUMA node of a machine: near the GPUs that copy.
 
-Whatever the system refuses is one WARNING, never an error: everything works on the wrong node, too, only slower.
+A refusal by the system is one WARNING, never an error: the wrong node works too, only slower.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pdx.errors import ConfigError, GpuError
 log = logging.getLogger(__name__)
 
 SYSFS = Path("/sys")
-PREFERRED = 1  # MPOL_PREFERRED: this node, others when it is full. MPOL_BIND would have the process killed instead
+PREFERRED = 1  # MPOL_PREFERRED: others when the node is full, where MPOL_BIND would have the process killed
 _MAX_NODES = 1024
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _Mask = ctypes.c_ulong * (_MAX_NODES // _WORD_BITS)
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # libc has no names for them
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # libc has no wrappers for them
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 
 
 def choose(setting: str, gpu: str = "", sysfs: Path = SYSFS) -> int | None:
-    """The NUMA node for an arena on `gpu` (ordinal or UUID; empty: in host memory), None if it does not matter.
+    """The NUMA node for an arena on `gpu` (ordinal or UUID; empty: in host memory); None if it does not matter.
 
-    `setting`: a number, "none", or "auto": the node of that GPU, or the one that all visible GPUs hang on.
+    `setting`: a number, "none", or "auto": the node of that GPU, or the one node of all visible GPUs.
 
     :raises ConfigError: this machine has no node of that number.
     """
@@ -54,17 +54,17 @@ def choose(setting: str, gpu: str = "", sysfs: Path = SYSFS) -> int | None:
 
 
 def online(sysfs: Path = SYSFS) -> list[int]:
-    """The machine's NUMA nodes; one without any is node 0."""
+    """The machine's NUMA nodes; just node 0 if it has none."""
     return sorted(_numbers(sysfs / "devices/system/node/online")) or [0]
 
 
 def cpus_of(node: int, sysfs: Path = SYSFS) -> set[int]:
-    """The CPUs of a node; none where it is only memory."""
+    """The CPUs of a node; empty for a memory-only node."""
     return _numbers(sysfs / f"devices/system/node/node{node}/cpulist")
 
 
 def run_on(node: int | None, sysfs: Path = SYSFS) -> None:
-    """Keep the calling thread, and those that it starts from now on, on this node's CPUs. None: as they are."""
+    """Keep the calling thread, and threads it starts from now on, on this node's CPUs. None: no-op."""
     if node is None:
         return
     cpus = cpus_of(node, sysfs) & os.sched_getaffinity(0)
@@ -79,7 +79,7 @@ def run_on(node: int | None, sysfs: Path = SYSFS) -> None:
 
 @contextlib.contextmanager
 def memory_on(node: int | None) -> Iterator[None]:
-    """What the calling thread allocates inside the block lies on this node while there is room. None: anywhere."""
+    """Inside the block, the calling thread allocates memory on this node while there is room. None: anywhere."""
     before = None if node is None else _prefer(node)
     try:
         yield
@@ -89,7 +89,7 @@ def memory_on(node: int | None) -> Iterator[None]:
 
 
 def _prefer(node: int) -> tuple[int, set[int]] | None:
-    """Prefer this node's memory in the calling thread; what to go back to, None if that was refused."""
+    """Prefer this node's memory in the calling thread; return the policy to restore, None if that was refused."""
     try:
         before = policy()
         _set_policy(PREFERRED, {node})
@@ -100,9 +100,9 @@ def _prefer(node: int) -> tuple[int, set[int]] | None:
 
 
 def policy() -> tuple[int, set[int]]:
-    """The calling thread's memory policy: its mode (0: the default), and nodes.
+    """The calling thread's memory policy: its mode (0: the default) and nodes.
 
-    :raises OSError: the system does not tell.
+    :raises OSError: the system refuses to say.
     """
     mode, mask = ctypes.c_int(), _Mask()
     _syscall(_GET_MEMPOLICY, ctypes.byref(mode), mask, ctypes.c_ulong(_MAX_NODES + 1), None, ctypes.c_ulong(0))
@@ -126,7 +126,7 @@ def _syscall(numbers: dict[str, int], *arguments: object) -> None:
 
 
 def _numbers(path: Path) -> set[int]:
-    """What a kernel's list such as "0-3,8" names; nothing where there is no such file."""
+    """The numbers in a kernel's list such as "0-3,8"; empty if there is no such file."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The socket that processes of this host attach to: this user's alone."""
+"""The socket to which processes of this host attach, open to this user only."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from pdx.wire.messages import MAX_FRAME_BYTES
 
 
 def sender_pid(frames: list[zmq.Frame]) -> int:
-    """The process that connected, by the kernel's word when it did; 0: it is not seen from here."""
-    try:  # ZMQ says host:user:group:process
+    """The pid of the process that connected, as the kernel reported it then; 0: it is not visible from here."""
+    try:  # ZMQ's form is host:user:group:process
         return int(str(frames[0].get("Peer-Address")).rpartition(":")[2])
     except (IndexError, ValueError, zmq.ZMQError):
         return 0
 
 
 class ProcessSocket:
-    """A bound ROUTER. Open from construction to `close`, which removes the path. One thread."""
+    """A bound ROUTER. Open from construction to `close`, which removes the path. Not thread-safe."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path, counters: Counter[str]) -> None:
         """`path` must be free, and this process its owner (`pdx.security.socket_lock`).
 
-        :raises ConfigError: it cannot be listened at.
+        :raises ConfigError: it cannot be bound.
         """
         with contextlib.ExitStack() as undo:
             self.socket = undo.enter_context(context.socket(zmq.ROUTER))
             self.socket.setsockopt(zmq.LINGER, 0)
             self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer that does not fit is told, not dropped
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer that does not fit is an error
             self.queue = undo.enter_context(contextlib.closing(AcceptQueue(path, self.socket, counters)))
             self._undo = undo.pop_all()
 
     def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
-        """The route and the frames of what came next, None if nothing did. Who has connected meanwhile is not kept
-        waiting by who sends much."""
-        # Asking for events makes ZMQ look for new senders; `recv` alone does so at each hundredth message.
+        """The route and frames of the next message; None: there is none. New senders do not wait behind busy ones."""
+        # Asking for events makes ZMQ look for new senders; `recv` alone does so only every hundredth message.
         if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None
         try:
@@ -59,5 +58,5 @@ class ProcessSocket:
         return True
 
     def close(self) -> None:
-        """Let nobody in any more. Idempotent."""
+        """Stop accepting processes. Idempotent."""
         self._undo.close()

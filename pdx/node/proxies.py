@@ -1,7 +1,7 @@
-"""The proxies that a node reports to, side by side, and all workers of each: what they are told, and what they want.
+"""The proxies, with all their workers, that a node reports to and takes messages from.
 
-Each is a proxy of its own. Those that the node is told of by its settings say how many workers they have; where these
-are follows from that number (`pdx.security.address.worker_address`), so nothing is dialled that a message names.
+Proxies are independent of each other. Each says how many workers it has; their addresses follow from that number
+(`pdx.security.address.worker_address`), so the node never dials an address from a message.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ log = logging.getLogger("pdx.node")
 
 
 def proxies_of(config: NodeConfig) -> list[str]:
-    """Where to report: the addresses of all proxies, which a setting has with commas between them."""
+    """The addresses of all proxies to report to, which one setting lists with commas."""
     return list(dict.fromkeys(each for word in config.proxy.split(",") if (each := word.strip())))
 
 
 class Proxies:
-    """Owned by the control loop. Open from construction to `close`; nothing waits."""
+    """All lines to proxies. Owned by the control loop. Open from construction to `close`; nothing blocks."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Proxies:
             undo.pop_all()
 
     def _open(self, address: str, base: str, number: int) -> None:
-        """In the place of the line that there is, which stays where this fails."""
+        """Open a line in place of the present one, which stays if this fails."""
         connections = self._service.peers.connections
         line = ProxyLine(
             self._context,
@@ -99,9 +99,9 @@ class Proxies:
             self._end(address)
 
     def look(self) -> None:
-        """At each tick: report to the proxies that were found since, and no longer to those that are found no more and
-        are not there. One that is connected stays, whatever the cluster says of it, while the roster has its key; it is
-        told anew who this node is when that has another key."""
+        """At each tick: open lines to newly discovered proxies, and end those to proxies that are no longer discovered
+        and not connected. A connected proxy stays as long as the roster has its key, whatever discovery says. When this
+        node's key changes, its lines are opened anew."""
         own, roster = self._service.peers.connections.own, self._service.peers.connections.roster
         wanted = {*self._named, *roster.proxies}
         kept = wanted | {each.base for each in self._all.values() if each.is_up}
@@ -113,10 +113,10 @@ class Proxies:
         for address in wanted - self._all.keys():
             self._try_open(address, address, 0)
 
-    # ---- what they say ----------------------------------------------------------------------
+    # ---- from proxies -----------------------------------------------------------------------
 
     def serve(self, source: object) -> bool:
-        """Take what has come on a socket; False: it is none of theirs."""
+        """Take in messages that have come on a socket; False: it is not a proxy's."""
         proxy = self._by_socket.get(source) if isinstance(source, zmq.Socket) else None
         if proxy is None:
             return False
@@ -149,8 +149,8 @@ class Proxies:
                 self._reply(proxy, number, self._carried_out(verb))
 
     def _peers(self) -> list[PeerEntry]:
-        """All that any of them tells of that is there, or of the last ones that were: one that was just started does
-        not know all nodes yet."""
+        """The peers that any connected proxy lists, or, if none is connected, any of the last ones. A proxy that has
+        just started does not know all nodes yet."""
         up = [each for each in self._all.values() if each.is_up]
         return list({peer.name: peer for each in up or self._all.values() for peer in each.peers}.values())
 
@@ -164,7 +164,7 @@ class Proxies:
                 self._end(address)
 
     def _carried_out(self, verb: AnyVerb) -> Outcome:
-        """What came of a verb that a controller has said to a proxy."""
+        """The outcome of a verb that a controller has sent through a proxy."""
         name = type(verb).__name__
         outcome: Outcome = Refused(NodeError.__name__, f"an internal error ended this {name}; see the node's log")
         try:
@@ -182,16 +182,16 @@ class Proxies:
         if not proxy.send(reply):
             self._service.counters["replies_dropped"] += 1
 
-    # ---- what they are told -----------------------------------------------------------------
+    # ---- to proxies -------------------------------------------------------------------------
 
     def tell_changes(self) -> None:
-        """What changed among chunks, to those that follow."""
+        """Tell the proxies that follow which chunks have changed."""
         for proxy in self._all.values():
             proxy.follower.turn(proxy.send)
 
     def report(self, now: float) -> None:
-        """The heartbeat, when it is due, or there is news. Marks of transfers are news to whose they are, and wait, the
-        last 4,096 of them, as long as no proxy is there."""
+        """Send the heartbeat if it is due or there is news. Marks of a transfer are news to its proxy; while no proxy
+        is connected, the last 4,096 marks wait."""
         service = self._service
         up = [proxy for proxy in self._all.values() if proxy.is_up]
         is_due = now >= self._next_report or service.has_news
@@ -206,7 +206,7 @@ class Proxies:
                 service.counters["reports_dropped"] += 1
 
     def _marks_of(self, proxy: ProxyLine, report: NodeReport) -> NodeReport:
-        """With those of its transfers, and of such as nobody has named."""
+        """The report with only the marks of this proxy's transfers, and of those that no proxy claims."""
         others = [each for each in self._all.values() if each is not proxy]
         found = [
             mark

@@ -1,4 +1,4 @@
-"""The node's connection to a proxy: reports go out while it stands, cancels and lists of nodes come in."""
+"""The node's connection to a proxy: reports go out while it is up, cancels and lists of nodes come in."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pdx.wire.proxy import FromProxy, PeerEntry, ToProxy, decode_from_proxy
 
 log = logging.getLogger("pdx.node")
 
-RECONNECT_MS = 1000  # at most between two attempts to reach the proxy
+RECONNECT_MS = 1000  # at most, between two attempts to reach the proxy
 _UNREAD = 64  # reports that the proxy may leave unread
-_numbers = itertools.count()  # ZMQ may have the name of a monitor for a while after it was closed
+_numbers = itertools.count()  # ZMQ may keep the name of a closed monitor for a while
 
 
 class ProxyLine:
-    """To one process: worker `number` of the proxy at `base`. A DEALER that connects until it is closed. One thread;
-    nothing blocks."""
+    """A line to one process: worker `number` of the proxy at `base`. A DEALER that reconnects until it is closed. Not
+    thread-safe; nothing blocks."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class ProxyLine:
         follower: Follower,
         faults: Faults,
     ) -> None:
-        """`roster` may say the proxy's key; `own`: this node's.
+        """`roster` may have the proxy's key; `own`: this node's keys.
 
         :raises ConfigError: see `Roster.secure_proxy`.
         """
         self.base, self.number = base, number
-        self.key, self.own = roster.proxy_key(base), own  # what either side proves; empty, None: nothing
+        self.key, self.own = roster.proxy_key(base), own  # that the two sides prove; empty, None: no key
         self.follower = follower
-        self.peers: list[PeerEntry] = []  # as it told last
-        self.tag = ""  # of its transfers
+        self.peers: list[PeerEntry] = []  # its last list
+        self.tag = ""  # prefix of its transfers' names
         self.is_up = False
         self._address = address
         self._faults = faults
@@ -76,17 +76,17 @@ class ProxyLine:
         self._dealer.monitor(name, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         events = context.socket(zmq.PAIR)
         events.setsockopt(zmq.LINGER, 0)
-        events.setsockopt(zmq.RCVHWM, 0)  # else ZMQ's thread would wait for this one
+        events.setsockopt(zmq.RCVHWM, 0)  # else ZMQ's thread could block on this one
         events.connect(name)
         return events
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
-        """Those to be polled."""
+        """The sockets to poll."""
         return self._dealer, self._events
 
     def heed_events(self) -> bool:
-        """Whether it has just been connected."""
+        """Take in connection events; return whether the line has just been connected."""
         is_news = False
         while self._events.poll(0):
             was_up = self.is_up
@@ -97,7 +97,7 @@ class ProxyLine:
         return is_news
 
     def receive(self) -> Iterator[FromProxy]:
-        """A burst of what it says; what makes no sense is dropped and counted."""
+        """A burst of the proxy's messages; invalid ones are dropped and counted."""
         for _ in burst():
             try:
                 frames = self._dealer.recv_multipart(zmq.NOBLOCK)
@@ -121,7 +121,7 @@ class ProxyLine:
         return True
 
     def concerns(self, transfer: str) -> bool:
-        """Whether it is one of this proxy's."""
+        """Whether the transfer is this proxy's."""
         return bool(self.tag) and transfer.startswith(self.tag)
 
     def close(self) -> None:

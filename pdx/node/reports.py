@@ -1,4 +1,4 @@
-"""What a node tells of itself: its status to who asks, its heartbeat to the proxy, with the marks of transfers."""
+"""What a node reports about itself: its status, and the heartbeat to the proxy, with the marks of transfers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def node_status(service: Service) -> NodeStatus:
 
 
 def heartbeat(service: Service) -> NodeReport:
-    """What the proxy hears; takes the marks collected since the last one."""
+    """The report to the proxy; takes out the marks collected since the last one."""
     engines = [
         EngineReport(
             hello.engine,
@@ -90,7 +90,7 @@ def heartbeat(service: Service) -> NodeReport:
 
 
 def engine_url(service: Service, session: Session) -> str:
-    """Where others reach the engine of a session."""
+    """The URL at which other hosts reach the engine of a session."""
     return reachable_url(session.hello.url, service.peers.connections.address)
 
 

@@ -1,4 +1,4 @@
-"""What a node does with each message: from typed messages to the store and back. No sockets here."""
+"""Handles each message to a node: from typed messages to the store and back. No sockets here."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ from pdx.wire.verbs import Advise, AnyVerb, Status, Why
 
 log = logging.getLogger("pdx.node")
 
-PROBE_BYTES = 1 << 20  # behind the chunks in the arena: peers write there to measure their channels
+PROBE_BYTES = 1 << 20  # after the chunks in the arena: peers write there to measure their channels
 
-MAX_MARKS = 4096  # that wait for the next heartbeat
-MAX_DEGRADED = 64  # reasons that are counted by name, and then the others together
+MAX_MARKS = 4096  # waiting for the next heartbeat
+MAX_DEGRADED = 64  # reasons counted by name; further ones are counted together
 
 
 class Service:
-    """A node's state and what changes it. One thread."""
+    """A node's state and the handlers that change it. Not thread-safe."""
 
     def __init__(
         self,
@@ -92,9 +92,8 @@ class Service:
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         poller: zmq.Poller | None = None,
     ) -> None:
-        """`arenas`: the first is where peers read and write; the others are those of GPUs. `policy`: in place of the
-        eviction policy that `config` names. `context`, `poller`: of the sockets between nodes; without them there are
-        no other nodes.
+        """`arenas`: peers read and write the first; the others are on GPUs. `policy`: replaces the eviction policy that
+        `config` names. `context`, `poller`: for the sockets between nodes; without them there are no peers.
 
         :raises ConfigError: there is no such eviction policy.
         """
@@ -117,7 +116,7 @@ class Service:
         )
         self.sessions = Sessions()
         self.counters = env.counters
-        self._degraded: set[str] = set()  # what engines have said that they did without
+        self._degraded: set[str] = set()  # reasons that engines have told
         self.transfers = Transfers(env)
         self.copies = Copies(
             self.store, env, group_bytes=config.group_bytes, tracer=tracer_for(config.trace, self.name)
@@ -134,8 +133,8 @@ class Service:
             load_s=config.fetch_s,
         )
         self.started_at = env.clock()
-        self.marks: deque[Mark] = deque(maxlen=MAX_MARKS)  # to be told with the next heartbeat
-        self.has_news = True  # engines came or went since the last one
+        self.marks: deque[Mark] = deque(maxlen=MAX_MARKS)  # for the next heartbeat
+        self.has_news = True  # engines have come or gone since the last heartbeat
         self.gpus = [each.gpu for each in arenas]
         chunk_bytes = self.store.pools[0].total_bytes
         regions = Regions(config, env, arena, probe=Slot(chunk_bytes, arena.nbytes - chunk_bytes, 0))
@@ -152,19 +151,19 @@ class Service:
         self._handlers = self._by_message()
 
     def open_tiers(self) -> None:
-        """Keep chunks below the arena, too, where that is configured; `tiers.close` ends it.
+        """Open the configured tiers below memory; `tiers.close` closes them.
 
-        :raises ConfigError: a folder cannot be this node's alone, or an address or file is not what it should be.
+        :raises ConfigError: a folder cannot be this node's alone, or an address or file is invalid.
         """
         self.tiers.below += open_below(self.config, self.tiers)
 
     # ---- attaching --------------------------------------------------------------------------
 
     def attach(self, route: bytes, hello: Hello, pid: int) -> tuple[Session, Welcome]:
-        """`pid`: the process that sent it, by the kernel's word.
+        """`pid`: the process that sent the hello, as the kernel reports it.
 
-        :raises ProtocolError: another version, or not a process that may attach.
-        :raises NodeError: too many are attached.
+        :raises ProtocolError: the process has another version, or may not attach.
+        :raises NodeError: too many processes are attached.
         """
         if hello.version != VERSION:
             raise ProtocolError(f"this node speaks version {VERSION}, the process {hello.version}; upgrade the older")
@@ -187,7 +186,7 @@ class Service:
         return session, welcome
 
     def end(self, session: Session) -> None:
-        """The process is gone, or says it is done: everything it held is given back."""
+        """End the session of a process that is dead or said bye: everything it held is given back."""
         self.sessions.detach(session)
         self.has_news = True
         if session.hello.kind == "scheduler":
@@ -199,12 +198,12 @@ class Service:
             self._lost(self.store.end_session(session.number))
 
     def _lost(self, chunks: Sequence[Chunk]) -> None:
-        """These chunks will not be whole: who waits for them stops waiting."""
+        """Note that these chunks will never be whole, so that nothing waits for them any more."""
         self.transfers.aborted(chunks, self.env.clock())
         self._changed(chunks)
 
     def _changed(self, chunks: Sequence[Chunk]) -> None:
-        """Slices of these chunks were filled, or they are whole, or never will be: copies and questions go on."""
+        """Have copies and waiting requests go on: slices of these chunks were filled, or they are whole or aborted."""
         names = self.transfers.filled(chunks, self.env.clock())
         self._note_near(names)
         self.copies.changed(chunks)
@@ -212,16 +211,17 @@ class Service:
         self.admissions.changed(chunks, names)
 
     def _note_near(self, transfers: Iterable[str]) -> None:
-        """The proxy sends decode legs of long prompts then: while one waits, its engine's processes are busy."""
+        """Tell the proxy which transfers come near their end: it sends decode legs of long prompts only then, because a
+        waiting leg keeps its engine's processes busy."""
         for name in transfers:
             if self.transfers.comes_near(name):
                 self.marks.append(Mark(name, Event.NEAR, time.monotonic_ns()))
 
     def handle(self, session: Session, ask: Ask) -> Answer | None:
-        """The answer; None: it comes later, from `admissions.late_answers`.
+        """Answer a message; None: the answer comes later, from `admissions.late_answers`.
 
         :raises NodeError: refused.
-        :raises ProtocolError: the message makes no sense from this session or in this state.
+        :raises ProtocolError: the message is invalid from this session or in this state.
         """
         session.last_seen = self.env.clock()
         if type(ask) not in RIGHTS[session.hello.kind]:
@@ -229,7 +229,7 @@ class Service:
         return self._handlers[type(ask)](session, ask)
 
     def tick(self) -> None:
-        """Deadlines; call it a few times a second."""
+        """Enforce deadlines; call it a few times a second."""
         with self.env.faults.contain("the deadlines of the store"):
             self._lost(self.store.expire())
         with self.env.faults.contain("the deadlines of transfers"):
@@ -248,7 +248,7 @@ class Service:
         self.peers.tick()
 
     def turn(self) -> None:
-        """After each turn of the control loop."""
+        """Carry on after each turn of the control loop."""
         with self.env.faults.contain("the turn of copies"):
             landed, self.copies.landed = self.copies.landed, []
             self.peers.loaded(landed)
@@ -262,7 +262,7 @@ class Service:
             self.controls.jobs.turn()
 
     def due_in(self, now: float) -> float:
-        """Seconds until the next turn is due, whatever else happens."""
+        """Seconds until the next turn is due, even if nothing happens before."""
         return min(self.admissions.due_in(now), self.controls.jobs.due_in, self.peers.lookups.due_in(now))
 
     # ---- one method per message -------------------------------------------------------------
@@ -318,7 +318,7 @@ class Service:
         return Moved(pieces)
 
     def _may_be_there(self, key: bytes) -> bool:
-        """Whether a chunk is whole, here or in a tier, as far as is known. It may have been told and never filled."""
+        """Whether a chunk is whole, here or in a tier, as far as is known. It may have been named but never filled."""
         if chunks := self.store.index.of(key):
             return all(chunk.state is State.SEALED for chunk in chunks)
         return any(tier.is_shared or tier.find([key], 1) for level in self.tiers.below for tier in level)
@@ -345,7 +345,7 @@ class Service:
 
     def _fill(self, session: Session, ask: Fill) -> Answer:
         chunks = self.store.fill(ask.slots, ask.first_layer, ask.layers, session.number)
-        count = sum([chunk.state is State.FILLING for chunk in chunks])  # the others were aborted meanwhile
+        count = sum([chunk.state is State.FILLING for chunk in chunks])  # the others have been aborted
         if ask.blended is not None:
             for chunk in chunks:
                 chunk.reservation.origin.blended = ask.blended
@@ -365,7 +365,7 @@ class Service:
         return Done(len({chunk.slot.offset for chunk in [*mine, *owned]}))
 
     def take_back(self, session: Session, answer: Answer) -> None:
-        """The process does not read, so this answer was not sent: what it grants is free again."""
+        """Give back what an answer grants that was not sent, because the process does not read."""
         self.counters["answers_dropped"] += 1
         if isinstance(answer, Admitted):
             self._abort(session, Abort(answer.granted_slots, unused=True))
@@ -373,7 +373,7 @@ class Service:
                 self.store.release(answer.lease, session.number)
 
     def _release(self, session: Session, ask: Release) -> Answer:
-        if ask.request:  # it may have failed because the lease has ended
+        if ask.request:  # before `release`, which fails if the lease has ended
             self.admissions.explanations.amend(session, ask.request, ask.failed_chunk)
         self.store.release(ask.lease, session.number)
         return Done(1)
@@ -407,16 +407,16 @@ class Service:
         return Done(int(self.cancel(ask.transfer, session.source)))
 
     def cancel(self, transfer: str, source: str) -> bool:
-        """Give up a transfer, as `source` asks for; returns whether that is news."""
+        """Give up a transfer at the request of `source`; return whether that is news."""
         news = self.transfers.give_up(transfer, self.env.clock(), source)
         self.copies.cancel(transfer)
-        # Also if it was given up before: its chunks may have come to nothing one by one.
+        # Even if it was given up before: its chunks may have been aborted one by one.
         self.peers.inbound.cancel(transfer)
         if news:
             self.counters["transfers_given_up"] += 1
             unsealed = [chunk for chunk in self.store.index.transfers.of(transfer) if chunk.state is State.FILLING]
             self.store.abort(unsealed)
-            self._changed(unsealed)  # they may be pushed for another transfer, and others may wait for them
+            self._changed(unsealed)  # another transfer may push them, or wait for them
             self.store.drop_tails(transfer)
         return news
 
@@ -432,9 +432,9 @@ class Service:
         return self.control(ask)
 
     def control(self, verb: AnyVerb) -> Outcome:
-        """What a controller asks for, wherever it was let in.
+        """Carry out a controller's verb, by whichever way it came.
 
-        :raises NodeError: refused. :raises ProtocolError: it makes no sense.
+        :raises NodeError: refused. :raises ProtocolError: the verb is invalid.
         """
         if isinstance(verb, Status):
             return node_status(self)

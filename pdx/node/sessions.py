@@ -1,4 +1,4 @@
-"""The processes attached to a node, and how their death is noticed.
+"""The processes attached to a node, and how it notices their death.
 
 A process's death is known by its pidfd, never guessed from silence: a stopped process is silent, too, and goes on
 writing when it is continued (docs/architecture.md, invariant 3).
@@ -40,49 +40,49 @@ class Session:
         self.route = route
         self.hello = hello
         self.pidfd = pidfd
-        self.is_near = True  # its process is in the node's PID namespace: they have the same numbers for each other
+        self.is_near = True  # its process is in the node's PID namespace, so pids mean the same to both
         self.last_seen = now
         self.last_seq = 0
         self.running = 0
-        self.chunk_s = 0.0  # how long its engine computes for a chunk; 0: not known
-        self.load_s = 0.0  # how long it copies a chunk into its KV cache; 0: not known
-        self.layout = hello.layout  # what its engine makes its keys with: another one when its cache was reset
+        self.chunk_s = 0.0  # how long its engine takes to compute a chunk; 0: unknown
+        self.load_s = 0.0  # how long it takes to copy a chunk into its KV cache; 0: unknown
+        self.layout = hello.layout  # fingerprint by which its engine makes keys; changes when its cache is reset
         self.home = 0  # the arena that its process reads and writes
         self.block_tokens = _number(hello.shape.get("block_tokens", ""))
-        self.unshared = ""  # with which engine of its model it cannot share chunks, and why …
-        self.unshared_before = ""  # … and with which that has gone
-        self.is_draining = False  # its engine is to get no requests any more
-        self.has_failed = False  # an internal error ended it; what its process holds stays until that one is gone
-        self.ticket = secrets.token_bytes(TICKET_BYTES)  # what its process shows to map memory of a GPU
+        self.unshared = ""  # the engine of its model with which it cannot share chunks, and why …
+        self.unshared_before = ""  # … and likewise an engine that has gone
+        self.is_draining = False  # its engine is to get no more requests
+        self.has_failed = False  # an internal error ended it; what its process holds stays until the process is gone
+        self.ticket = secrets.token_bytes(TICKET_BYTES)  # its process shows it to map GPU memory
 
     def __repr__(self) -> str:
         return f"<Session {self.number} {self.hello.kind} {self.hello.engine!r} pid={self.hello.pid}>"
 
     @property
     def title(self) -> str:
-        """Who this is, for explanations."""
+        """The name of the engine or process, for explanations."""
         hello = self.hello
         return f"engine {hello.engine}" if hello.engine else f"{hello.kind} {hello.name or hello.pid}"
 
     @property
     def is_client(self) -> bool:
-        """Whether its keys are names, which say nothing of the bytes, and it writes what it reserves itself."""
+        """Whether its keys are names, not content, and it writes by itself what it reserves."""
         return self.hello.kind == "client"
 
     @property
     def groups(self) -> list[str]:
-        """The cache groups of its engine, in a few words each."""
+        """The cache groups of its engine, each in a few words."""
         return [group_title(fields) for fields in fields_of_groups(self.hello)] if self.hello.shape else []
 
     @property
     def shards(self) -> int:
-        """Of a worker, how many it writes; of another process, how many a chunk of its engine has; 0: not told."""
+        """For a worker, how many shards it writes; else how many a chunk of its engine has; 0: unknown."""
         hello = self.hello
         return hello.shards if hello.kind == "worker" else _number(hello.shape.get("num_shards", ""))
 
     @property
     def source(self) -> str:
-        """Who makes a transfer known: the process, however often it attaches."""
+        """The source of transfers: the process, which stays the same when it attaches again."""
         return f"process {self.hello.pid}"
 
     @property
@@ -95,7 +95,7 @@ class Session:
 class Sessions:
     """All attached processes, by connection, by pidfd, and workers by engine and shard.
 
-    `fd` is readable when one of them has ended; to wait for it costs the same for any number of processes.
+    `fd` is readable when a process has ended; waiting for it costs the same for any number of processes.
     """
 
     def __init__(self) -> None:
@@ -103,8 +103,8 @@ class Sessions:
         self._by_pidfd: dict[int, Session] = {}
         self._workers: dict[tuple[str, int], Session] = {}
         self._by_pid: Counter[int] = Counter()
-        self._by_model: dict[str, Session] = {}  # the engine of each model that was attached last
-        self._gone: OrderedDict[str, Hello] = OrderedDict()  # the last engine of each model that has gone
+        self._by_model: dict[str, Session] = {}  # the engine of each model that attached last
+        self._gone: OrderedDict[str, Hello] = OrderedDict()  # by model, the last engine that has gone
         self.numbers = itertools.count(1)  # of peers, too
         self._deaths = select.epoll()
         self.fd = self._deaths.fileno()
@@ -119,7 +119,7 @@ class Sessions:
         return self._by_route.get(route)
 
     def ended(self) -> list[Session]:
-        """Those whose process has ended, each once."""
+        """Sessions whose process has ended, each once."""
         return [self._by_pidfd[pidfd] for pidfd, _ in self._deaths.poll(0)]
 
     def is_attached(self, pid: int) -> bool:
@@ -130,23 +130,22 @@ class Sessions:
         return any(hmac.compare_digest(session.ticket, ticket) and not session.is_dead for session in sessions)
 
     def workers(self, engine: str, shards: int, first: int = 0) -> list[Session] | None:
-        """Who writes each shard of an engine's chunks, which its workers count from `first` on; None unless all are
-        attached."""
+        """The writer of each shard of an engine's chunks, numbered from `first` on; None unless all are attached."""
         found = [self._workers.get((engine, shard)) for shard in range(first, first + shards)]
         workers = [worker for worker in found if worker is not None]
         return workers if len(workers) == shards else None
 
     def chunk_s(self, session: Session, shards: int) -> float:
-        """How long the engine of a session computes for a chunk, by its slowest worker; infinity: not known."""
+        """How long a session's engine takes to compute a chunk, by its slowest worker; infinity: unknown."""
         return max((worker.chunk_s for worker in self._every(session, shards)), default=0.0) or math.inf
 
     def load_s(self, session: Session, shards: int) -> float:
-        """How long the engine of a session copies a chunk into its KV cache, by its slowest worker; 0: not known."""
+        """How long a session's engine takes to copy a chunk into its KV cache, by its slowest worker; 0: unknown."""
         known = [worker.load_s for worker in self._every(session, shards)]
         return max(known) if known and all(known) else 0.0
 
     def _every(self, session: Session, shards: int) -> list[Session]:
-        """The workers of a session's engine, of all stages of its pipeline; none unless those of the first are all
+        """The workers of a session's engine in all stages of its pipeline; empty unless all of the first stage are
         attached."""
         found: list[Session] = []
         if not session.is_client:
@@ -155,20 +154,20 @@ class Sessions:
         return found
 
     def arenas(self, session: Session, shards: int) -> tuple[int, ...]:
-        """Where the shards lie that a session asks for: in the homes of its engine's workers, or in its own.
+        """The arenas of the shards that a session asks for: the homes of its engine's workers, or its own.
 
-        Empty: all of them in the first arena.
+        Empty: all shards are in the first arena.
         """
         workers = None if session.is_client else self.workers(session.hello.engine, shards)
         homes = (session.home,) * shards if workers is None else tuple(worker.home for worker in workers)
         return homes if any(homes) else ()
 
     def attach(self, route: bytes, hello: Hello, pid: int, now: float) -> Session:
-        """A new session. `pid`: the process that sent the hello, by the kernel's word.
+        """Add a session. `pid`: the process that sent the hello, as the kernel reports it.
 
-        :raises ProtocolError: the process does not exist, is another user's, is not the one that sent this, or takes
-            another's place.
-        :raises NodeError: there are too many of them.
+        :raises ProtocolError: the process does not exist, is another user's, did not send this hello, or takes the
+            place of another.
+        :raises NodeError: there are too many sessions.
         """
         if route in self._by_route:
             raise ProtocolError(f"this connection is attached already: {self._by_route[route]!r}")
@@ -230,7 +229,7 @@ class Sessions:
 
 
 def _places(hello: Hello) -> list[tuple[str, int]]:
-    """What a worker writes: its engine, and each shard."""
+    """The engine and number of each shard that a worker writes."""
     if hello.kind != "worker":
         return []
     return [(hello.engine, shard) for shard in range(hello.shard, hello.shard + hello.shards)]
@@ -241,10 +240,10 @@ def _number(text: str) -> int:
 
 
 def _watched(claimed: int, pid: int) -> tuple[int, bool]:
-    """A pidfd of the process `pid`, by the kernel's word, that calls itself `claimed`; whether it is in our PID
+    """A pidfd of the process `pid`, as the kernel reports it, that calls itself `claimed`, and whether it is in our PID
     namespace.
 
-    A process of a PID namespace below the node's has a number here and another one there (ADR 7).
+    A process in a PID namespace below the node's has one pid here and another there (ADR 7).
     """
     if not pid:
         raise ProtocolError(
@@ -252,7 +251,7 @@ def _watched(claimed: int, pid: int) -> tuple[int, bool]:
             "the host's (hostPID: true, docker run --pid=host), or the one of its engines"
         )
     none_left = f"this node has no file descriptor left for process {claimed} (ulimit -n)"
-    if descriptors.left() < descriptors.reserve() // 2:  # the rest is for what the node itself opens
+    if descriptors.left() < descriptors.reserve() // 2:  # the rest is for the node itself
         raise NodeError(none_left)
     try:
         pidfd = os.pidfd_open(pid)
@@ -266,7 +265,7 @@ def _watched(claimed: int, pid: int) -> tuple[int, bool]:
         numbers, owner = [], -1
     if owner != os.getuid():
         why = f"process {pid} belongs to another user, or has just ended"
-    elif numbers[-1] != claimed:  # else memory that one process still writes would be free when another dies
+    elif numbers[-1] != claimed:  # else memory would be freed when another process than its writer dies
         why = f"process {claimed} did not send this hello; the sender is process {pid} here"
     else:
         return pidfd, len(numbers) == 1
@@ -275,7 +274,7 @@ def _watched(claimed: int, pid: int) -> tuple[int, bool]:
 
 
 def _numbers(pid: int) -> list[int]:
-    """A process's numbers, in our PID namespace and in those below it that it is in."""
+    """A process's pids, in our PID namespace and in those below it that it is in."""
     text = Path(f"/proc/{pid}/status").read_text()
     numbers = [int(number) for number in text.partition("\nNSpid:")[2].partition("\n")[0].split()]
     return numbers or [pid]  # a kernel without such namespaces

@@ -1,4 +1,4 @@
-"""Start this host's node. Engines that come together may all try: the lock beside the socket lets one win."""
+"""Starts this host's node. Engines may race to do so: the lock beside the socket lets one node win."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pdx.config import NodeConfig, private_folder, socket_path
 
 
 def start(config: NodeConfig) -> subprocess.Popen[bytes]:
-    """Start a node as a child in a session of its own; does not wait until it serves.
+    """Start a node as a child process in a session of its own; do not wait until it serves.
 
-    Where another node owns the address already, the new one says so in its log (`….log` beside the socket) and ends.
+    If another node owns the address already, the new one says so in its log (`….log` beside the socket) and ends.
     """
     return _spawn(config)
 
 
 def start_detached(config: NodeConfig) -> None:
-    """Start a node that is nobody's child: it outlives this process also where that one ends with its whole tree,
-    as vLLM's do. Waits until the node is on its own, not until it serves.
+    """Start a node as an orphan, which outlives this process even if that ends with its whole process tree, as vLLM's
+    do. Waits until the node is detached, not until it serves.
     """
     _spawn(config, "--detach").wait()
 

@@ -1,4 +1,4 @@
-"""Questions whose answers are kept back: what each waits for, and until when. No sockets here."""
+"""Requests whose answers wait: what each waits for, and until when. No sockets here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pdx.store.deadlines import Deadlines
 from pdx.store.index import Groups
 from pdx.wire.messages import Admit
 
-MAX_OF_SESSION = 1024  # questions of one process
+MAX_OF_SESSION = 1024  # waiting requests of one process
 
 
 class Waiter(msgspec.Struct, frozen=True):
-    """One question: the message `seq` of a session; `goal` is what it waits for, as somebody found it last, and `key`
-    may come next."""
+    """One waiting request: message `seq` of a session. `goal`: the chunks it waits for, as of the last look; `key`: the
+    one that may come next."""
 
     session: Session
     seq: int
@@ -27,16 +27,16 @@ class Waiter(msgspec.Struct, frozen=True):
     key: bytes
     since: float
     deadline: float
-    load_s: float = 0.0  # it is answered so long before the last slice is filled
+    load_s: float = 0.0  # how long before the last slice is filled it is answered
 
     @property
     def topics(self) -> tuple[Hashable, ...]:
-        """What may change the answer: the next chunk, the transfer, and the fetch from a peer."""
+        """The events that may change the answer: of the next chunk, the transfer, and the fetch from a peer."""
         return self.key, self.ask.transfer, ("fetch", self.ask.last_sought)
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """There may be more than these hits: `key` of the goal comes next, which is worth so many seconds of waiting."""
+    """More than these hits may come: `key` of the goal is next, and is worth waiting for up to `seconds`."""
 
     hits: int
     goal: Goal
@@ -45,7 +45,7 @@ class Patience(msgspec.Struct, frozen=True):
 
 
 class Waiting:
-    """All questions that wait. Owned by the control loop; a change costs what waits for it, and nothing else."""
+    """All waiting requests. Owned by the control loop; a change costs only as much as the requests waiting for it."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -59,7 +59,7 @@ class Waiting:
         return len(self._waiters)
 
     def has_room(self, session: Session) -> bool:
-        """Whether one more question of this session may wait."""
+        """Whether one more request of this session may wait."""
         return self._of_session.count(session.number) < MAX_OF_SESSION
 
     def add(self, waiter: Waiter) -> None:
@@ -71,29 +71,29 @@ class Waiting:
         self._deadlines.add([number], waiter.deadline)
 
     def changed(self, topics: Iterable[Hashable]) -> None:
-        """Whoever waits for one of these may have an answer now."""
+        """Note that requests waiting for one of these topics may have an answer now."""
         for topic in topics:
             self._touched.update(dict.fromkeys(self._by_topic.of(topic)))
 
     def filled(self, name: str, left_s: Callable[[str], float]) -> None:
-        """Slices of this transfer were filled; `left_s` says how long the others take."""
+        """Note that slices of this transfer were filled; `left_s` estimates how long the rest takes."""
         numbers = [number for number in self._by_topic.of(name) if self._waiters[number].load_s]
         if numbers:
             left = left_s(name)
             self._touched.update((number, None) for number in numbers if left <= self._waiters[number].load_s)
 
     def take(self, now: float) -> list[Waiter]:
-        """Those that something has changed for, or whose time is over: they wait no more."""
+        """Take out the waiters for which something has changed, or whose deadline has passed."""
         numbers, self._touched = self._touched, {}
         numbers.update(dict.fromkeys(self._deadlines.take(now)))
         return [self._remove(number) for number in numbers if number in self._waiters]
 
     def due_in(self, now: float) -> float:
-        """Seconds until the time of one of them is over."""
+        """Seconds until the first deadline."""
         return max(0.0, self._deadlines.first - now)
 
     def end_session(self, session: Session) -> None:
-        """Nobody is there to hear what this session asked."""
+        """Drop all requests of this session."""
         for number in self._of_session.of(session.number):
             self._remove(number)
 
