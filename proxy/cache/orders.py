@@ -104,7 +104,9 @@ class Orders:
     def _explained(self, explained: Explained) -> None:
         """A node's explanation; without verdicts if it does not know the request."""
         for request, waiting in self._whys.items():
-            engines = {one.engine: one for one in reversed(explained.requests) if request in one.request}
+            # Engines put a prefix and suffixes around the client's id; "1" is no part of "cmpl-21-0".
+            own = [one for one in explained.requests if f"-{request}-" in f"-{one.request}-"]
+            engines = {one.engine: one for one in reversed(own)}
             if engines and not waiting.done():
                 waiting.set_result([verdict for one in engines.values() for verdict in one.verdicts])
 

@@ -185,7 +185,7 @@ async def test_what_others_say_or_of_other_requests_is_no_answer():
 
         async def answer():
             assert (await asked_why(made.node)).request == "abc"
-            for told in (one("cmpl-xyz-0", "refused"), Found(1, 1, {}), one("cmpl-abc-0")):
+            for told in (one("cmpl-xyz-0", "refused"), one("cmpl-abcd-0", "clipped"), Found(1, 1, {}), one("x-abc-0")):
                 await made.node.socket.send(messages.encode(Reply(0, told)))
 
         stranger = Node(made.node.address, "stranger")  # it has not reported
