@@ -1,4 +1,4 @@
-"""`pdx blend`: make the KV of a prompt of documents from theirs, and print the request that uses it."""
+"""`pdx blend`: combine the KV of documents into that of a prompt, and print the request that uses it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def blend(
 ) -> None:
     """Blend the KV of text files, in this order, at a node, for requests that begin with them (experimental).
 
-    A document that was sent to the engine once, as a prompt of its own, is found; others are computed here. Prints the
-    body of a request to /v1/completions, which finds what was made:
+    A document that the engine has already seen as a prompt of its own is reused; others are computed here. Prints the
+    body of a request to /v1/completions that finds the result:
 
     pdx blend a.txt b.txt --model DIR --question 'Which is newer?' | curl --json @- URL/v1/completions
     """

@@ -1,4 +1,4 @@
-"""`pdx cache`: look up, move, pin, clear and check chunks in the tiers of nodes."""
+"""`pdx cache`: look up, move, pin, clear and verify chunks in the tiers of nodes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from pdx.client.controller import Controller
 
 _T = TypeVar("_T")
-_INTERRUPTED = 130  # the exit status of what SIGINT has ended
-_LOOK_S = 0.25  # between two looks at a job, and whether Ctrl-C was pressed
-# Looks in a row at an engine without requests: it says how many it has once a second, and some may be on the way.
+_INTERRUPTED = 130  # exit status of a command ended by SIGINT
+_LOOK_S = 0.25  # between two checks of a job, and for Ctrl-C
+# Consecutive times an engine must report no requests: it reports once a second, and some may be on their way.
 _IDLE = 13
-_MAX_LINES = 20  # of bad files
+_MAX_LINES = 20  # of corrupt files
 
 
 @click.group()
@@ -56,7 +56,7 @@ def cache() -> None:
 @choosing
 @reaching
 def lookup(nodes: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """How many of the prompt's tokens does each tier have?"""
+    """How many of the prompt's tokens are in each tier?"""
     whose = prompt(**options)
     with controller(**options) as made:
         found = made.find(whose, nodes)
@@ -80,7 +80,7 @@ def lookup(nodes: tuple[str, ...], as_json: bool, **options: Any) -> None:
 @click.argument("nodes", nargs=-1, metavar="[NODE]...")
 @reaching
 def query_ip(nodes: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Where are nodes?"""
+    """Which nodes are there, and where?"""
     with controller(**options) as made:
         told, refused = _told(made.query_ip(nodes), as_json=as_json)
     if not as_json:
@@ -92,7 +92,7 @@ def query_ip(nodes: tuple[str, ...], as_json: bool, **options: Any) -> None:
 @click.argument("node", default=ALL)
 @reaching
 def health(node: str, as_json: bool, **options: Any) -> None:
-    """Are nodes well? Ends with status 1 where one is not."""
+    """Are the nodes healthy? Exit status 1 if one is not."""
     with controller(**options) as made:
         found = made.health(node)
     if as_json:
@@ -140,7 +140,7 @@ def ls(node: str, session: str, model: str, as_json: bool, **options: Any) -> No
 def move(
     source: str, target: str, keep: bool, dry_run: bool, detach: bool, as_json: bool, model: str, **options: Any
 ) -> None:
-    """Move the prompt's chunks from the place SOURCE to the place TARGET. Ctrl-C cancels it."""
+    """Move the prompt's chunks from SOURCE to TARGET. Ctrl-C cancels it."""
     whose = prompt(model=model, **options)
     with controller(**options) as made:
         start = partial(made.move, source, target, whose, keep=keep, dry_run=dry_run)
@@ -152,7 +152,7 @@ def move(
 @option("--everything", is_flag=True, allow_from_autoenv=False, help="All chunks there, of whatever prompt.")
 @starting
 def clear(place: str, everything: bool, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
-    """Forget the prompt's chunks in PLACE, pinned or not."""
+    """Delete the prompt's chunks in PLACE, pinned or not."""
     named = any(options[name] not in (None, "") for name in ("ids", "text", "file", "request"))
     if everything and named:
         raise SelectionError("--everything names all chunks: leave --ids, --text, --file and --request out")
@@ -190,7 +190,7 @@ _placing("prefetch", "being loaded", "Load the prompt's chunks into memory: PLAC
 
 
 def _recoding(name: str, text: str, *words: str) -> None:
-    """`words`: arguments behind PLACE."""
+    """`words`: the arguments after PLACE."""
 
     def command(place: str, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
         whose, at = prompt(**options), Place.of(place, needs_tier=True)
@@ -231,10 +231,10 @@ def evict(place: str, below: int, nbytes: str, dry_run: bool, as_json: bool, **o
 @option("--remove", is_flag=True, allow_from_autoenv=False, help="Remove the files that are not what they were.")
 @option("--json", "as_json", is_flag=True, help="One JSON object.")
 def verify(folder: Path, remove: bool, as_json: bool) -> None:
-    """Read all chunks of a disk on this host and compare their digests.
+    """Read all chunks of a disk on this host and check their digests.
 
-    FOLDER is what --disk names; a node may use it meanwhile. Ends with status 1 where a file that is not what was
-    written is there still. A node finds such a file, too, when it would load it.
+    FOLDER is what --disk names; a node may be using it. Exit status 1 if a corrupt file is left. A node also detects
+    such a file when it loads it.
     """
     from pdx.store.disk.scrub import num_files, scrub
 
@@ -271,7 +271,7 @@ def verify(folder: Path, remove: bool, as_json: bool) -> None:
 @option("--undo", is_flag=True, help="Give it requests again.")
 @reaching
 def drain(engine: str, is_waited_for: bool, undo: bool, as_json: bool, **options: Any) -> None:
-    """Give ENGINE, a URL or a name, no more requests as long as others can serve them: before it is stopped."""
+    """Send ENGINE, a URL or a name, no more requests while others can serve them; use it before you stop the engine."""
     with controller(**options) as made:
         told, _ = _split(made.drain(engine, undo=undo))
         idle = 0
@@ -294,7 +294,7 @@ def drain(engine: str, is_waited_for: bool, undo: bool, as_json: bool, **options
 @click.argument("node", default=ALL)
 @reaching
 def jobs(node: str, as_json: bool, **options: Any) -> None:
-    """Which jobs run, and which are over?"""
+    """Which jobs are running, and which have ended?"""
     with controller(**options) as made:
         told, refused = _split(made.jobs(node))
     found = [job for listed in told.values() for job in listed]
@@ -313,7 +313,7 @@ def jobs(node: str, as_json: bool, **options: Any) -> None:
 @option("--wait", "is_waited_for", is_flag=True, help="Until it is over; Ctrl-C cancels it.")
 @reaching
 def check(job: str, is_waited_for: bool, as_json: bool, **options: Any) -> None:
-    """How is JOB doing? Ends with status 1 where it has failed or was cancelled."""
+    """How is JOB doing? Exit status 1 if it failed or was cancelled."""
     with controller(**options) as made:
         if is_waited_for:
             _finish(made, partial(made.check_finish, job), detach=False, as_json=as_json)
@@ -328,7 +328,7 @@ def check(job: str, is_waited_for: bool, as_json: bool, **options: Any) -> None:
 @click.argument("job")
 @reaching
 def cancel(job: str, as_json: bool, **options: Any) -> None:
-    """Cancel JOB: what it has done stays done, nothing more is."""
+    """Cancel JOB: what it has done so far remains."""
     with controller(**options) as made:
         _echo([made.cancel(job)], as_json=as_json)
 
@@ -337,9 +337,9 @@ def cancel(job: str, as_json: bool, **options: Any) -> None:
 
 
 def _finish(cache: Controller, start: Callable[[], Job], *, detach: bool, as_json: bool) -> None:
-    """Start a job, wait for it and say what became of it; a plan, and one that is not waited for, is only told.
+    """Start a job, wait for it and report its outcome. A dry run or a detached job is only printed.
 
-    Ctrl-C cancels it, from its start on. Ends with status 1 where it has failed or was cancelled elsewhere.
+    Ctrl-C cancels it, from its start on. Exit status 1 if it failed or was cancelled elsewhere.
     """
     with _interrupts() as pressed:
         job = start()
@@ -354,7 +354,7 @@ def _finish(cache: Controller, start: Callable[[], Job], *, detach: bool, as_jso
 
 
 def _followed(cache: Controller, job: Job, pressed: list[int], *, as_json: bool) -> Job:
-    """The job when it is over; cancelled where Ctrl-C was `pressed`."""
+    """Wait for the job to end; cancel it once Ctrl-C was `pressed`."""
     columns = TextColumn("{task.fields[moved]}"), TimeRemainingColumn()
     with progress(*columns, hidden=as_json) as shown:
         task = shown.add_task(job.status.verb, total=job.status.chunks, moved="")
@@ -367,7 +367,7 @@ def _followed(cache: Controller, job: Job, pressed: list[int], *, as_json: bool)
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Holds something once Ctrl-C was pressed; the second time it interrupts as ever."""
+    """A list that is non-empty once Ctrl-C was pressed; a second Ctrl-C interrupts as usual."""
     pressed: list[int] = []
 
     def on_signal(number: int, _: Any) -> None:
@@ -386,7 +386,7 @@ def _as_object(job: Job) -> dict[str, Any]:
 
 
 def _echo(jobs: list[Job], *, as_json: bool) -> None:
-    """What became of jobs, a line each."""
+    """Print the outcome of jobs, one line each."""
     for job in jobs:
         click.echo(to_json(_as_object(job)) if as_json else _line(job))
 
@@ -418,7 +418,7 @@ def _split(found: Mapping[str, _T | Refused]) -> tuple[dict[str, _T], dict[str, 
 
 
 def _told(found: Mapping[str, _T | Refused], *, as_json: bool) -> tuple[dict[str, _T], dict[str, str]]:
-    """The same; printed where JSON is asked for."""
+    """Return the value, and print it if JSON is requested."""
     if as_json:
         click.echo(to_json(found))
     return _split(found)
@@ -440,7 +440,7 @@ def _effects(done: Mapping[str, Effect | Refused], what: str, *, as_json: bool) 
 
 
 def _complain(errors: Mapping[str, str]) -> None:
-    """Of nodes that have not done their part; ends with status 1 where there is one."""
+    """Print the errors of nodes; exit status 1 if there are any."""
     for name, text in errors.items():
         click.echo(f"{name}: {printable(text, 1024)}", err=True)
     if errors:

@@ -1,4 +1,4 @@
-"""What the commands of `pdx cache` have in common: how nodes are reached, and whose chunks a command is about."""
+"""What the commands of `pdx cache` share: how to reach nodes, and which chunks a command applies to."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ _DETACH = option("--detach", is_flag=True, help="Do not wait: print the job's na
 
 
 def reaching(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of every command; they are the arguments of `controller` and `as_json`."""
+    """Adds the options of every command, which become the arguments of `controller`, and `as_json`."""
     return _with(_REACH, command)
 
 
 def choosing(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that name a prompt; they are the arguments of `prompt`."""
+    """Adds the options that select a prompt, which become the arguments of `prompt`."""
     return _with(_WHOSE, command)
 
 
 def starting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a command that starts a job on a prompt's chunks."""
+    """Adds the options of a command that starts a job on a prompt's chunks."""
     return _with((*_WHOSE, dry_run, _DETACH, *_REACH), command)
 
 
@@ -86,9 +86,9 @@ def _with(options: tuple[Callable[..., Any], ...], command: Callable[..., Any]) 
 def controller(
     addresses: tuple[str, ...], proxy: str, token_file: Path | None, timeout_s: float, **_: Any
 ) -> Controller:
-    """The nodes that the options name.
+    """A controller for the nodes that the options select.
 
-    :raises ConfigError: the options do not fit together, or there is no token in the file.
+    :raises ConfigError: the options contradict each other, or the file has no token.
     """
     from pdx.client.controller import Controller
 
@@ -110,7 +110,7 @@ def prompt(
     codec: str = "",
     **_: Any,
 ) -> Prompt:
-    """The prompt that the options name. :raises SelectionError: none, or several, or a file that names none."""
+    """The prompt that the options select. :raises SelectionError: none, several, or a file without one."""
     ways = {"--ids": ids, "--text": text, "--file": file, "--request": request}
     given = [name for name, said in ways.items() if said not in (None, "")]
     if len(given) != 1:
@@ -152,7 +152,7 @@ def _of_file(file: Path, model: str, salt: str) -> Prompt:
 
 def _read(file: Path, name: str) -> str:
     try:
-        # Not waiting for somebody to write to a FIFO; what is written to one is read to its end.
+        # Does not wait for a writer of a FIFO; data that was written to one is read to its end.
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             os.set_blocking(opened.fileno(), True)
             data = opened.read(_MAX_FILE_BYTES + 1)

@@ -1,4 +1,4 @@
-"""`pdx doctor`: which channels work on this machine, how fast, why others do not, and what would change that."""
+"""`pdx doctor`: which channels work on this machine, how fast they are, why others do not work, and how to fix that."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from pdx.transports.registry import schemes
 from pdx.wire.status import AttachedStatus
 
 REGION_BYTES = 64 << 20
-NAMED_S = 5.0  # until a node that was named has to answer …
-LOOK_S = 1.0  # … and that of this host, if it is there
-SMALL_REGION_BYTES = 4 << 20  # where /dev/shm has no room for more
+NAMED_S = 5.0  # time for a named node to answer …
+LOOK_S = 1.0  # … and for this host's, if there is one
+SMALL_REGION_BYTES = 4 << 20  # used if /dev/shm has no room for more
 _LOOPBACK = "pdx.cli.loopback"
 _EXPLAINED_IN = "PDX's documentation, on the page Troubleshooting"
 _UNAVAILABLE = {
@@ -47,7 +47,7 @@ _STATES = {
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One channel by its name; `finding` says what is wrong, if something is."""
+    """The result for one channel; `finding` says what is wrong, if anything."""
 
     scheme: str
     trial: Trial
@@ -55,8 +55,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class EngineFact(msgspec.Struct, frozen=True):
-    """One engine that is attached to the node: its cache groups, into how many shards its chunks are cut and what each
-    of its workers writes of them, and with which engine of its model it cannot share chunks, and why."""
+    """One engine attached to the node: its cache groups, how many shards its chunks have and what each of its workers
+    writes of them, and which engine of the same model it cannot share chunks with, and why."""
 
     engine: str
     groups: list[str]
@@ -67,13 +67,14 @@ class EngineFact(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Everything that `pdx doctor` says. `is_well`: each channel works that is asked for, or seems to be available."""
+    """The complete result. `is_well`: every requested channel works; without a request, every channel that seems to be
+    available."""
 
     is_well: bool
     channels: list[Finding]
     memcpy: Rate
     machine: list[Fact]
-    engines: list[EngineFact] = []  # of the node of this host, if one answers
+    engines: list[EngineFact] = []  # of this host's node, if one answers
 
 
 @click.command()
@@ -89,7 +90,7 @@ def doctor(channels: tuple[str, ...], as_json: bool, timeout: float, address: st
 
     Exit status 1: a channel that was named with --channel does not work, one that is there is broken, or none works.
     """
-    engines = engines_at(address)  # first: a wrong address is not said after half a minute
+    engines = engines_at(address)  # first, so that a wrong address is reported at once and not after half a minute
     report = examine(channels, timeout, Console(stderr=True, quiet=as_json or not sys.stderr.isatty()))
     report = msgspec.structs.replace(report, engines=engines)
     if as_json:
@@ -100,9 +101,9 @@ def doctor(channels: tuple[str, ...], as_json: bool, timeout: float, address: st
 
 
 def examine(channels: Sequence[str], timeout_s: float, console: Console) -> Report:
-    """Try `channels`, or all; one after the other, so that their rates are worth something.
+    """Try `channels`, or all of them; one at a time, so that the measured rates are meaningful.
 
-    :raises ConfigError: nobody provides a channel of that name.
+    :raises ConfigError: there is no channel of that name.
     """
     known = schemes()
     check_channels(channels)
@@ -121,7 +122,7 @@ def examine(channels: Sequence[str], timeout_s: float, console: Console) -> Repo
 
 
 def examine_channel(scheme: str, nbytes: int, timeout_s: float) -> Finding:
-    """What becomes of a channel in processes of their own, which do not outlive this call, and the name of that."""
+    """Try a channel in separate processes, which do not outlive this call."""
     with tempfile.TemporaryDirectory(prefix="pdx-doctor-", dir=SHM) as name:
         folder = Path(name)
         command = [_LOOPBACK, "measure", scheme, name, str(nbytes)]
@@ -140,9 +141,9 @@ def examine_channel(scheme: str, nbytes: int, timeout_s: float) -> Finding:
 
 
 def engines_at(address: str | None) -> list[EngineFact]:
-    """Of the engines that are attached to a node: that of this host, which need not run, if no address is given.
+    """The engines attached to a node: by default to that of this host, if it runs.
 
-    :raises NodeUnavailable: none answers at that address.
+    :raises NodeUnavailable: no node answers at the given address.
     """
     from pdx.client.api import connect
 
@@ -249,7 +250,8 @@ def _gpus(timeout_s: float) -> list[Fact]:
 
 
 def _run(command: Sequence[str], timeout_s: float, errors: int) -> tuple[bytes, int | None]:
-    """What one of our programs (a module, its arguments) says, and its status, None if it was ended at the deadline."""
+    """Run one of PDX's programs (a module and its arguments): its output and exit status, None if it was ended at the
+    deadline."""
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", *command],
         stdin=subprocess.DEVNULL,
@@ -263,6 +265,6 @@ def _run(command: Sequence[str], timeout_s: float, errors: int) -> tuple[bytes, 
     finally:
         os.close(pidfd)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # its own children, too; not reaped yet, so the id is still its
+            os.killpg(child.pid, signal.SIGKILL)  # with its children; it is not reaped yet, so its id is still valid
         out, _ = child.communicate()
     return out, child.returncode if has_ended else None

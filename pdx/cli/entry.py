@@ -1,4 +1,4 @@
-"""The `pdx` program: Ctrl-C ends it without a traceback also while its modules are imported, which takes a while."""
+"""The `pdx` program. Ctrl-C ends it without a traceback even during the imports, which take a while."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What GPUs of a machine can do for PDX, tried out.
+"""Tests what the GPUs of a machine can do for PDX.
 
     python -m pdx.cli.gpus    prints a list of `Fact` as JSON
 
-A program of its own because it loads the driver and makes CUDA contexts, which may hang or crash; whoever starts it
-ends it at a deadline.
+A separate program, because it loads the driver and creates CUDA contexts, which may hang or crash; its parent ends it
+at a deadline.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GET_ONE = f"install its driver; in a container --gpus all; then {install('gpu')
 
 
 def facts(sysfs: Path = Path("/sys")) -> list[Fact]:
-    """One row that there is no GPU; or what there is, and what it can do."""
+    """What there is and what it can do; or a single fact that there is no GPU."""
     from pdx.cuda.gpu import all_gpus, why_no_gpu
 
     if why := why_no_gpu():
@@ -84,7 +84,7 @@ def _driver() -> Fact:
 
 
 def _arena(gpus: Sequence[Gpu]) -> Fact:
-    """Whether memory can be made that other processes may map, and by what."""
+    """Whether memory can be allocated that other processes can map, and by which mechanism."""
     from pdx.cuda.memory import DeviceMemory
 
     kinds = {}
@@ -134,7 +134,7 @@ def _page_locking(gpu: Gpu) -> Fact:
 
 
 def _kernels() -> Fact:
-    """Whether Triton can build what launches the copy kernels: it compiles C for this Python at its first use."""
+    """Whether Triton can build the launcher of the copy kernels: it compiles C for this Python on first use."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     missing = [] if compiler and shutil.which(compiler) else ["no C compiler (gcc, clang or CC)"]

@@ -1,9 +1,9 @@
-"""Process groups that cannot outlive `pdx up`, not even when it is killed with SIGKILL. Standard library only.
+"""Process groups that cannot outlive `pdx up`, even if it is killed with SIGKILL. Standard library only.
 
 Run by path, as two small programs around one pipe, whose write end only `pdx up` and starting children hold:
 
-    guard.py watch GRACE_S     reads group ids ("+id", "-id") until the pipe closes, then ends the groups left
-    guard.py launch FD ARGV…   started as leader of a group, tells the group to the pipe FD, then turns into ARGV
+    guard.py watch GRACE_S     reads group ids ("+id", "-id") until the pipe closes, then ends the remaining groups
+    guard.py launch FD ARGV…   started as a group leader, sends its group to the pipe FD, then executes ARGV
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ GRACE_S = 10.0
 
 
 def members(groups: Collection[int]) -> list[int]:
-    """Processes in `groups` that still run. Zombies do not count: whoever inherited them may never reap them."""
+    """Running processes in `groups`. Zombies do not count: their new parent may never reap them."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # As bytes: a name may be cut inside a character.
+            # bytes, because a name may be cut inside a character
             state, _, group = path.read_bytes().rpartition(b")")[2].split()[:3]
         except OSError:
             continue  # it ended between listing and reading
@@ -37,13 +37,13 @@ def send(groups: Collection[int], number: int) -> None:
         try:
             os.killpg(group, number)
         except (ProcessLookupError, PermissionError):
-            continue  # all of it has ended
+            continue  # its process has ended completely
 
 
 def end(groups: Collection[int], grace_s: float) -> None:
-    """TERM, then KILL to what is left after `grace_s`; returns when nothing runs."""
+    """Send TERM, then KILL to what is left after `grace_s`; returns when nothing is running."""
     send(groups, signal.SIGTERM)
-    send(groups, signal.SIGCONT)  # or what is stopped would not notice
+    send(groups, signal.SIGCONT)  # a stopped process would not notice otherwise
     deadline = time.monotonic() + grace_s
     while members(groups) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -53,7 +53,7 @@ def end(groups: Collection[int], grace_s: float) -> None:
 
 
 def watch(grace_s: float) -> None:
-    """Until stdin closes, remember the groups; then end them."""
+    """Track groups until stdin closes, then end them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
@@ -67,7 +67,7 @@ def watch(grace_s: float) -> None:
 
 
 def launch(pipe: int, argv: list[str]) -> None:
-    """Turn into `argv`. The guard knows the group first, so there is no moment in which it could be missed."""
+    """Execute `argv` in this process. The guard is told the group first, so that it can never miss it."""
     os.write(pipe, b"+%d\n" % os.getpgrp())
     os.close(pipe)
     os.execvp(argv[0], argv)

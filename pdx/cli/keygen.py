@@ -1,4 +1,4 @@
-"""`pdx keygen`: a CURVE key pair for a node, the proxy or a reader of events, needed beyond one host."""
+"""`pdx keygen`: a CURVE key pair for a node, the proxy or a reader of events; needed beyond a single host."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 @option("--force", is_flag=True, allow_from_autoenv=False, help="Replace keys of that name.")
 @option("--reader", is_flag=True, help="For a reader of nodes' events, which says nothing.")
 def keygen(name: str, folder: Path, force: bool, reader: bool) -> None:
-    """Make a key pair for the node NAME, or for the proxy if NAME is "proxy".
+    """Create a key pair for the node NAME, or for the proxy if NAME is "proxy".
 
-    NAME.key_secret stays on that host (`--keys`). The lines printed go into the roster file (`--roster`), the
-    same on every host, with the address put in.
+    NAME.key_secret stays on that host (`--keys`). The printed lines go into the roster file (`--roster`), which is the
+    same on every host; fill in the address.
     """
     from pdx.security.curve_keys import KeyPair
 

@@ -1,10 +1,10 @@
-"""A real transfer through one channel, between two processes of this host; and what memcpy does, to compare with.
+"""A real transfer through one channel, between two processes of this host; and memcpy's rate for comparison.
 
     python -m pdx.cli.loopback measure SCHEME FOLDER BYTES    prints one `Trial` as JSON
     python -m pdx.cli.loopback ucx                            prints what UCX can use here as JSON
 
-Programs of their own because libraries of channels may hang or crash; whoever starts one ends it at a deadline. The
-other side is the peer of the conformance suite, in a process that ends with its input.
+Separate programs, because channel libraries may hang or crash; their parent ends them at a deadline. The other side is
+the peer of the conformance suite, in a process that ends when its input closes.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from pdx.transports.channel import Channel, Memory, Piece
 from pdx.transports.registry import FOR_GPUS, find
 
 PIECE_BYTES = 1 << 20
-PIECES = 4  # in one write
+PIECES = 4  # per write
 ROUNDS = 5
 POLL_S = 50e-6
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """What several rounds gave, in 10^9 bytes per second."""
+    """The rates of several rounds, in 10^9 bytes per second."""
 
     best_gb_s: float
     median_gb_s: float
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What became of one channel: it works, cannot work here, or should work and does not."""
+    """The outcome for one channel: it works, cannot work here, or should work and does not."""
 
     state: Literal["ok", "unavailable", "broken"]
     why: str = ""
     fix: str = ""
-    provider: str = ""  # its class; empty where that cannot be loaded
+    provider: str = ""  # its class; empty if that cannot be loaded
     rate: Rate | None = None
 
 
 def rate(nbytes: int, one_round: Callable[[], None]) -> Rate:
-    """`ROUNDS` rounds that move `nbytes` each, after one that does not count."""
+    """`ROUNDS` rounds of `nbytes` each, after one warm-up round."""
     one_round()
     rates = []
     for _ in range(ROUNDS):
@@ -65,7 +65,7 @@ def rate(nbytes: int, one_round: Callable[[], None]) -> Rate:
 
 
 def memcpy(nbytes: int) -> Rate:
-    """One thread copies `nbytes` from one place in this process to another, in the pieces that channels get."""
+    """Copy `nbytes` within this process on one thread, in pieces of the size that channels get."""
     source, target = (Memory(memoryview(mmap.mmap(-1, nbytes))) for _ in range(2))
 
     def copy() -> None:
@@ -76,9 +76,10 @@ def memcpy(nbytes: int) -> Rate:
 
 
 def measure(scheme: str, folder: Path, nbytes: int, world: World = nullcontext) -> Trial:
-    """Try a channel: register memory, connect to another process, write all of it some times, compare the bytes.
+    """Test a channel: register memory, connect to another process, write all of the memory several times, compare the
+    bytes.
 
-    `folder`: has the files that stand for memory; somebody removes it. `world`: see `Stage`.
+    `folder`: holds the files that back the memory; the caller removes it. `world`: see `Stage`.
     """
     try:
         kind = find(scheme)
@@ -98,7 +99,7 @@ def measure(scheme: str, folder: Path, nbytes: int, world: World = nullcontext) 
 
 
 def _transfer(stage: Stage, nbytes: int) -> Rate:
-    """:raises ChannelBroken: bytes differ, or a notification is missing or came twice."""
+    """:raises ChannelBroken: bytes differ, or a notification is missing or duplicated."""
     reader, writer = stage.peer(nbytes), stage.side(nbytes)
     channel = writer.connect(reader.session((0, nbytes))[1])
     woken = None if writer.region.is_polled else writer.wake
@@ -130,7 +131,7 @@ def _write_all(channel: Channel, nbytes: int, woken: threading.Event | None) -> 
 
 
 def ucx_transports() -> list[str]:
-    """Transports of UCX and their devices on this host, as the library itself finds them; empty without UCXX."""
+    """UCX transports and their devices on this host, as reported by the library; empty without UCXX."""
     try:
         from ucxx._lib.libucxx import UCXContext
     except ImportError:
@@ -139,7 +140,7 @@ def ucx_transports() -> list[str]:
 
 
 def main() -> None:
-    """See above. What libraries print goes to standard error, so that standard output holds answers only."""
+    """See above. Output of libraries goes to standard error, so that standard output holds only results."""
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)
         verb, *arguments = sys.argv[1:]

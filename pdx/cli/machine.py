@@ -1,6 +1,6 @@
-"""What channels need of a machine: shared memory, memory that may be locked, RDMA devices, UCX's transports.
+"""What channels need from a machine: shared memory, lockable memory, RDMA devices, UCX transports.
 
-Facts of this host and what would make them better. It looks at files only; nothing is opened or loaded.
+Facts about this host, and how to improve them. Reads files only; it opens no devices and loads no libraries.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gdaki")
 
 
 class FindingName(StrEnum):
-    """What `pdx doctor` may say of a channel or of the machine, besides that all is well. Not everything is a fault.
+    """Everything `pdx doctor` may report about a channel or the machine, besides success. Not every finding is a fault.
 
-    Each is a row in docs/troubleshooting.md, and stays what it is: scripts and people look for it.
+    Each is a row in docs/troubleshooting.md. The names are stable: scripts and people search for them.
     """
 
     SHM_UNAVAILABLE = "shm-unavailable"
     CUDA_IPC_UNAVAILABLE = "cuda-ipc-unavailable"
     NIXL_UNAVAILABLE = "nixl-unavailable"
     UCX_UNAVAILABLE = "ucx-unavailable"
-    CHANNEL_UNAVAILABLE = "channel-unavailable"  # another package's
+    CHANNEL_UNAVAILABLE = "channel-unavailable"  # a channel of another package
     CHANNEL_UNLOADABLE = "channel-unloadable"
     CHANNEL_BROKEN = "channel-broken"
     CHANNEL_HANGS = "channel-hangs"
@@ -63,8 +63,8 @@ class FindingName(StrEnum):
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """One thing about the machine; `fix` says what would make it better, if that could matter. What is not well has a
-    `finding`, and so has what may surprise."""
+    """One fact about the machine; `fix` says how to improve it, if that could matter. Facts that are bad or may
+    surprise have a `finding`."""
 
     name: str
     found: str
@@ -74,7 +74,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 def facts(ucx: Sequence[str], environ: Mapping[str, str]) -> list[Fact]:
-    """Everything; `ucx` holds UCX's transports as "transport/device"."""
+    """All facts; `ucx` holds UCX's transports as "transport/device"."""
     devices = rdma_devices(Path("/sys/class/infiniband"))
     return [
         shared_memory(),
@@ -98,13 +98,13 @@ def shared_memory() -> Fact:
 
 
 def huge_pages(mounts: Path = _MOUNTS, setting: Path = _SHMEM_HUGE_PAGES) -> Fact:
-    """Whether the kernel gives arenas in host memory huge pages, which a node asks for.
+    """Whether the kernel gives arenas in host memory huge pages, which a node requests.
 
-    The mount's option `huge` says so. `setting` is of shared memory that has no mount, unless it is `force` or `deny`,
-    which all of it follows (Documentation/admin-guide/mm/transhuge.rst of Linux, "Hugepages in tmpfs/shmem").
+    The mount option `huge` decides. `setting` applies to shared memory without a mount, except that `force` and `deny`
+    apply to all (Documentation/admin-guide/mm/transhuge.rst of Linux, "Hugepages in tmpfs/shmem").
     """
     lines = [line.split() for line in _text(mounts).splitlines()]
-    options = [found for _, place, _, found, *_ in lines if place == str(SHM)]  # the last one hides the others
+    options = [found for _, place, _, found, *_ in lines if place == str(SHM)]  # the last mount hides the others
     named = [each.removeprefix("huge=") for each in ",".join(options[-1:]).split(",") if each.startswith("huge=")]
     chosen = named[0] if named else "never"
     over = _text(setting).partition("[")[2].partition("]")[0]
@@ -115,7 +115,7 @@ def huge_pages(mounts: Path = _MOUNTS, setting: Path = _SHMEM_HUGE_PAGES) -> Fac
 
 
 def _text(path: Path) -> str:
-    """Empty: this kernel has no such file."""
+    """Empty: this kernel lacks the file."""
     try:
         return path.read_text()
     except OSError:
@@ -143,7 +143,7 @@ def files(hard: int) -> Fact:
 
 
 def rdma_devices(folder: Path) -> dict[str, list[str]]:
-    """The states of each RDMA device's ports, such as ACTIVE."""
+    """The port states of each RDMA device, such as ACTIVE."""
     if not folder.is_dir():
         return {}
     return {
@@ -153,7 +153,7 @@ def rdma_devices(folder: Path) -> dict[str, list[str]]:
 
 
 def rdma(devices: Mapping[str, Sequence[str]], verbs: Mapping[str, bool]) -> Fact:
-    """Whether RDMA can be used; `verbs`: for each device file, may this process open it?"""
+    """Whether RDMA is usable; `verbs`: for each device file, whether this process may open it."""
     if not devices:
         return Fact("RDMA", "no device; nixl and ucx reach other hosts over TCP", finding=FindingName.RDMA_NONE)
     found = ", ".join(f"{name} ({', '.join(states) or 'no port'})" for name, states in devices.items())
@@ -168,7 +168,7 @@ def rdma(devices: Mapping[str, Sequence[str]], verbs: Mapping[str, bool]) -> Fac
 
 
 def ucx_transports(ucx: Sequence[str], environ: Mapping[str, str], *, has_rdma: bool) -> Fact:
-    """What UCX will choose from, and the variables that limit it."""
+    """The transports UCX will choose from, and the variables that restrict them."""
     chosen = " ".join(f"{name}={environ[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in environ)
     if not ucx:
         found = f"its Python library is not here {chosen}".rstrip()
@@ -181,7 +181,7 @@ def ucx_transports(ucx: Sequence[str], environ: Mapping[str, str], *, has_rdma: 
 
 
 def _may_lock() -> bool:
-    """Whether this process may lock any amount (CAP_IPC_LOCK)."""
+    """Whether this process may lock any amount of memory (CAP_IPC_LOCK)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)

@@ -10,7 +10,7 @@ import click
 
 from pdx.errors import PdxError
 
-# Where each command is, in the order in which `--help` lists them.
+# Where each command is implemented, in the order of `--help`.
 COMMANDS = {
     "up": "pdx.cli.up:up",
     "serve": "pdx.cli.serve:serve",
@@ -38,7 +38,7 @@ BENCHES = {
 
 
 class LazyGroup(click.Group):
-    """Its commands are imported when they are needed, so that `pdx node` does not load the proxy."""
+    """Imports commands on demand, so that `pdx node` does not load the proxy."""
 
     def __init__(self, *args: Any, where: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

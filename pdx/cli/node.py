@@ -42,11 +42,11 @@ from pdx.wire.verbs import Status
 
 TIMEOUT_S = 30.0
 ANSWER_S = 5.0
-_ATTACH_S = 60.0  # of this process to its own node
+_ATTACH_S = 60.0  # for this process to attach to its own node
 PAUSE_S = 0.25
 
 
-# What is done now is no setting: neither a file nor the environment says it.
+# Actions are not settings: they come neither from a file nor from the environment.
 _now = partial(option, is_flag=True, section="A running node", allow_from_autoenv=False)
 
 
@@ -75,7 +75,7 @@ def node(
     force: bool,
     **settings: Any,
 ) -> None:
-    """Run the node of this host in the foreground; or, with --status, show what the running one holds; or end it."""
+    """Run this host's node in the foreground. With --status, show what the running one holds; with --stop, end it."""
     address = address or default_node()
     if (as_json or watch) and not status:
         raise click.UsageError("--json and --watch go with --status")
@@ -102,7 +102,7 @@ def node(
 
 
 def check_channels(channels: Sequence[str]) -> None:
-    """:raises ConfigError: a channel that nobody provides, or that never leads to another node."""
+    """:raises ConfigError: a channel is unknown, or never leads to another node."""
     known = schemes()
     for channel in channels:
         if channel not in known:
@@ -110,7 +110,7 @@ def check_channels(channels: Sequence[str]) -> None:
 
 
 def _check_some_work(channels: Sequence[str]) -> None:
-    """:raises ConfigError: channels are named, and none of them works here: peers would wait for one in vain."""
+    """:raises ConfigError: channels are named, but none of them works here: peers would wait for one in vain."""
     failed = []
     for channel in channels:
         try:
@@ -145,16 +145,16 @@ def _show(address: str, *, as_json: bool, watch: bool) -> None:
 
 
 def without_self(status: NodeStatus) -> NodeStatus:
-    """`status` without the process that asked for it: its session of this process that was heard last."""
+    """`status` without the process that asked: this process's session that was heard from last."""
     own = [one for one in status.attached if one.pid == os.getpid() and one.kind == "client"]
     asked = min(own, key=lambda one: one.silent_s, default=None)
     return msgspec.structs.replace(status, attached=[one for one in status.attached if one is not asked])
 
 
 def end_node(address: str, *, force: bool, timeout_s: float = TIMEOUT_S) -> str:
-    """End the node at `address`, and wait until its process, its socket and its arena are gone; says what was ended.
+    """End the node at `address` and wait until its process, socket and arena are gone; returns what was ended.
 
-    `force`: also where engines are attached, which go on without PDX.
+    `force`: also if engines are attached; they continue without PDX.
 
     :raises NodeUnavailable: no node answers there.
     :raises NodeError: engines are attached, or it does not end.
@@ -195,7 +195,8 @@ def _listed(attached: Sequence[AttachedStatus]) -> str:
 
 
 def _follow_in_background(address: str) -> None:
-    """Show it for the node at `address`, which this process runs or is about to; from a thread, until it is over."""
+    """Show progress for the node at `address`, which this process runs or is about to run; from a thread, until it is
+    done."""
     console = Console(stderr=True)
     if console.is_terminal:
         threading.Thread(target=_attach_and_follow, args=(address, console), name="pdx-counting", daemon=True).start()
@@ -204,12 +205,13 @@ def _follow_in_background(address: str) -> None:
 def _attach_and_follow(address: str, console: Console) -> None:
     from pdx.client.api import connect
 
-    with contextlib.suppress(PdxError), connect(address, timeout_s=_ATTACH_S) as node:  # it ends, or never begins
+    with contextlib.suppress(PdxError), connect(address, timeout_s=_ATTACH_S) as node:  # the node ends, or never starts
         follow(node.status, console)
 
 
 def follow(read: Callable[[], NodeStatus], console: Console, pause_s: float = PAUSE_S) -> None:
-    """Show a bar for each tier that counts, as `read` says, until none does. How many there are is not known before."""
+    """Show a progress bar for each tier that is still counting, according to `read`, until none is. Totals are not
+    known."""
     with progress(TimeElapsedColumn(), console=console) as shown:
         bars: dict[str, TaskID] = {}
         while True:

@@ -1,7 +1,8 @@
-"""Options that several commands share, and where each may be said.
+"""Options shared by several commands, and where their values come from.
 
-`--max-body` of `pdx proxy` is read from the command line, else from PDX_PROXY_MAX_BODY, else from the file of --config.
-What belongs to a node or the proxy has one name in all commands: `pdx up --arena` is PDX_NODE_ARENA, too.
+`--max-body` of `pdx proxy` is read from the command line, else from PDX_PROXY_MAX_BODY, else from the --config file.
+Options of a node or the proxy have one environment variable in all commands: for `pdx up --arena`, too, it is
+PDX_NODE_ARENA.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from pdx.options import Option, options_of, shown_default
 from pdx.telemetry import logs
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
-UNBOUNDED = 1e9  # a bound that keeps messages small; no help says it
+UNBOUNDED = 1e9  # upper bound of values in messages; not shown in help
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://.*")
 
 
 class _Option(click.Option):
-    """Its range is said in words, and not as a formula; its variable is that of its word on the command line."""
+    """Its range is shown in words, and its environment variable is derived from its name on the command line."""
 
     def __init__(self, *names: Any, section: str = "", shown: str = "", **settings: Any) -> None:
-        """`section`: the heading under which it is listed. `shown`: the default that its help names."""
+        """`section`: the heading that lists it. `shown`: the default that its help names."""
         super().__init__(*names, **settings)
         self.section = section
         self._shown = shown
 
     def variable(self, ctx: click.Context) -> str:
-        """Its name in the environment; empty: it has none, because it is no setting but something to be done."""
+        """The environment variable's name; empty if the option is an action and not a setting."""
         if self.envvar or not self.allow_from_autoenv or ctx.auto_envvar_prefix is None:
             return str(self.envvar or "")
         return f"{ctx.auto_envvar_prefix}_{self.opts[0].lstrip('-').replace('-', '_').upper()}"
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        """See `click.Option`, which goes by the names of Python's arguments."""
+        """See `click.Option`, which would use the names of Python's arguments."""
         return os.environ.get(self.variable(ctx)) or None
 
     def value_from_envvar(self, ctx: click.Context) -> Any:
-        """See `click.Option`. In a pod, NAME_PORT is the address of the Service of that name, if there is one."""
+        """See `click.Option`. In a pod, NAME_PORT holds the address of the Service of that name, if there is one."""
         value = super().value_from_envvar(ctx)
         name = self.variable(ctx)
         if not name.endswith("_PORT") or not isinstance(value, str) or _SERVICE_LINK.fullmatch(value) is None:
@@ -70,7 +71,7 @@ class _Option(click.Option):
 
 
 def option(*names: str, **settings: Any) -> Callable[..., Any]:
-    """`click.option`, whose help shows the default where there is something to show that it does not say itself."""
+    """`click.option`, whose help shows the default unless it is trivial or the help text already gives it."""
     if isinstance(settings.get("type"), click.IntRange | click.FloatRange):
         settings.setdefault("metavar", "NUMBER")
     is_said = settings.get("default") in (None, "") or "[default:" in settings.get("help", "")
@@ -81,11 +82,11 @@ def _set_format(ctx: click.Context, param: click.Parameter, value: str) -> None:
     os.environ[logs.VARIABLE] = value
 
 
-# Of all commands that reach a node.
+# For all commands that connect to a node.
 node_option = option(
     "--node", "address", help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]"
 )
-# Of each command that logs, and of the processes that it starts.
+# For each command that logs, and the processes it starts.
 log_format = option(
     "--log-format",
     type=click.Choice(logs.FORMATS),
@@ -98,15 +99,15 @@ log_format = option(
 
 
 class Sectioned(click.Command):
-    """A command whose options are listed under headings; those that have none come first."""
+    """A command whose options are listed under headings; those without one come first."""
 
     def __init__(self, *args: Any, sections: Mapping[str, str] | None = None, **settings: Any) -> None:
-        """`sections`: with which option a heading begins, where the options have none of their own."""
+        """`sections`: the option that starts each heading, for options that name no heading."""
         super().__init__(*args, **settings)
         self._sections = {"--help": "Options", **(sections or {})}
 
     def get_help_option_names(self, ctx: click.Context) -> list[str]:
-        """See `click.Command`, which keeps what the first caller's context says."""
+        """See `click.Command`, which caches what the first caller's context says."""
         return ["-h", "--help"]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -133,9 +134,9 @@ _FOR_ENGINES = frozenset(name for name, each in options_of(NodeConfig).items() i
 
 
 def _read_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
-    """What the file says stands in for what neither the command line nor the environment says.
+    """Use the file's values for options given neither on the command line nor in the environment.
 
-    :raises ConfigError: it cannot be read, or has a word that is no option of a node's, or of this command.
+    :raises ConfigError: it cannot be read, or has a key that is neither an option of a node nor of this command.
     """
     if value is None:
         return
@@ -166,7 +167,7 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: Path | None) -
 
 
 def file_option(name: str, example: str) -> Callable[..., Any]:
-    """The option that names a file with the words of the command line."""
+    """An option that names a file whose keys are those of the command line."""
     return option(
         name,
         type=click.Path(path_type=Path, dir_okay=False),
@@ -179,7 +180,7 @@ def file_option(name: str, example: str) -> Callable[..., Any]:
 
 
 def setting(each: Option, *, envvar: str | None = None) -> Callable[..., Any]:
-    """The option of a command for this one of settings. A command that is not told gets None, or an empty list."""
+    """The command line option for this setting. An option that is not given is None, or an empty list."""
     kind, default = each.kind, each.field.default
     names = [f"--{each.flag}"]
     settings: dict[str, Any] = {"help": each.help, "section": each.section, "envvar": envvar}
@@ -210,10 +211,10 @@ def _type(each: Option) -> Any:
 
 
 def settings_of(kind: type, *, env: str, only: Collection[str] | None = None, section: str = "") -> Callable[..., Any]:
-    """Gives a command the options of `kind`, as keywords of their names.
+    """Adds the options of `kind` to a command, as keyword arguments of the same names.
 
-    `env`: with which names of variables begin that stand in for them. `only`: those of these names. `section`: the
-    heading under which they are listed, in place of their own.
+    `env`: the prefix of their environment variables. `only`: restricts them to these names. `section`: the heading that
+    lists them, instead of their own.
     """
 
     def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,7 +229,7 @@ def settings_of(kind: type, *, env: str, only: Collection[str] | None = None, se
 
 
 def said(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the command was told, by the command line, a file or the environment."""
+    """The settings that were given on the command line, in a file or in the environment."""
     return {name: value for name, value in settings.items() if value not in (None, [])}
 
 
@@ -240,7 +241,8 @@ _SAID = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
 
 
 def refuse_node_options(why: str) -> None:
-    """:raises ConfigError: the command line says something of a node that the running command starts no node for."""
+    """:raises ConfigError: the command line has options of a node, and this command does not start one because of
+    `why`."""
     ctx = click.get_current_context()
     for parameter in ctx.command.params:
         of_node = parameter.name in _FOR_ENGINES
@@ -249,7 +251,7 @@ def refuse_node_options(why: str) -> None:
 
 
 def as_flags(kind: type, said: Mapping[str, Any]) -> list[str]:
-    """The command line that gives the options of `kind` these values, by `Option.name`."""
+    """The command line that sets the options of `kind` to these values, by `Option.name`."""
     flags: list[str] = []
     for name, value in said.items():
         flag = options_of(kind)[name].flag

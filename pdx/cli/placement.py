@@ -1,4 +1,4 @@
-"""Which cores or GPUs each engine of one host gets, as environment variables. Pure, but for looking at the host."""
+"""Assigns cores or GPUs of one host to engines, as environment variables. Pure, except that it inspects the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import takewhile
 
 
 def gpus() -> list[str]:
-    """Indices of this host's NVIDIA GPUs that vLLM may use; empty on a CPU host."""
+    """Indices of the NVIDIA GPUs that vLLM may use on this host; empty on a CPU host."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return list(takewhile(lambda gpu: gpu and not gpu.startswith("-"), chosen.split(",")))  # CUDA's rule
@@ -35,11 +35,12 @@ def place(
     *,
     sees_others: bool = False,
 ) -> list[dict[str, str]]:
-    """Variables for each engine: a GPU of its own, or a share of the cores; what the user has set stays.
+    """Environment variables for each engine: a GPU of its own, or a share of the cores. Variables that the user has set
+    are kept.
 
-    With more engines than GPUs or cores they share; more than one engine on a GPU needs vLLM's
-    --gpu-memory-utilization to be set accordingly. `sees_others`: behind its own GPU an engine sees the others,
-    because it maps memory of one of them.
+    If there are more engines than GPUs or cores, they share; several engines on a GPU need a suitable value for vLLM's
+    --gpu-memory-utilization. `sees_others`: an engine sees the other GPUs after its own, because it maps memory of one
+    of them.
     """
     if gpus and sees_others:
         starts = [index % len(gpus) for index in range(num_engines)]

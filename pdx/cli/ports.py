@@ -16,10 +16,10 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now. All are held until all are known, so no two are the same."""
+    """Ports without a listener. All are held until all are known, so that no two are equal."""
     with ExitStack() as held:
         found: list[int] = []
-        for port in (*_candidates(), *[0] * count):  # 0: whichever is free
+        for port in (*_candidates(), *[0] * count):  # 0: any free port
             listener = held.enter_context(socket.socket())
             with suppress(OSError):
                 listener.bind(("127.0.0.1", port))
@@ -31,27 +31,27 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def held_port(host: str, port: int) -> Iterator[Callable[[], None]]:
-    """Keep a port for a server of this command's own that starts later: meanwhile nobody else can have it.
+    """Reserve a port for a server that this command starts later: nobody else can have it meanwhile.
 
-    Nobody listens there, so clients are refused at once. Gives what to call before that server starts; it must bind
-    with SO_REUSEADDR, as servers do.
+    Nobody listens there, so clients are refused at once. Returns a function to call before that server starts; it must
+    bind with SO_REUSEADDR, as servers do.
 
-    :raises ConfigError: the port cannot be had at `host`; the message says why.
+    :raises ConfigError: the port is unavailable at `host`; the message says why.
     """
     with ExitStack() as stack:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except (OSError, UnicodeError) as error:  # a name may be too long to be looked up
+        except (OSError, UnicodeError) as error:  # a name may be too long to be resolved
             why = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"--host {host!r} is no host: {why}; name an IP address of this one") from error
         held: list[socket.socket] = []
         failed: OSError | None = None
-        for family, kind, number, _, where in dict.fromkeys(found):  # a host may name an address twice
+        for family, kind, number, _, where in dict.fromkeys(found):  # a host may list an address twice
             try:
                 held.append(stack.enter_context(_bound(family, kind, number, where)))
             except OSError as error:
                 failed = error
-                if error.errno not in _NOT_HERE:  # of several addresses, one may be of a family that is switched off
+                if error.errno not in _NOT_HERE:  # one of several addresses may belong to a disabled family
                     raise _unavailable(host, port, error) from error
         if not held:
             assert failed is not None
@@ -65,7 +65,7 @@ def held_port(host: str, port: int) -> Iterator[Callable[[], None]]:
 
 
 def _bound(family: int, kind: int, number: int, where: tuple[object, ...]) -> socket.socket:
-    """A socket at that address, which nobody else can have from now on, although it was just another one's."""
+    """A socket bound to that address, exclusively, although another socket had it a moment ago."""
     made = socket.socket(family, kind, number)
     try:
         if family == socket.AF_INET6:
@@ -89,7 +89,7 @@ def _unavailable(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def _candidates() -> list[int]:
-    """Ports that the kernel gives to nobody who does not ask for them: servers bind theirs only after their imports."""
+    """Ports that the kernel does not assign automatically: servers bind theirs only after their imports."""
     lowest = int(EPHEMERAL.read_text().split()[0])
     ports = range(max(1024, lowest - 12_000), lowest)
     return random.sample(ports, min(100, len(ports)))

@@ -1,8 +1,8 @@
-"""The processes of one `pdx up`: started into logs, asked whether they answer yet, watched, and ended together with
-everything they started.
+"""The processes of one `pdx up`: started with logs, polled until ready, watched, and ended together with everything
+they started.
 
-Each process leads a group of its own, so a terminal's Ctrl-C reaches only `pdx up`; and a guard ends the groups
-if `pdx up` itself is killed (see `guard`).
+Each process leads its own group, so a terminal's Ctrl-C reaches only `pdx up`; and a guard ends the groups if `pdx up`
+itself is killed (see `guard`).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from pdx.errors import ConfigError, NodeError, NodeUnavailable
 from pdx.wire.status import NodeStatus
 from pdx.wire.verbs import Status
 
-ANSWER_S = 1.0  # that a process has for a question
+ANSWER_S = 1.0  # time limit for a readiness check
 TAIL_BYTES = 8 << 10
 MAX_LOG_BYTES = 64 << 20
-MARK = ".pdx-logs"  # of a folder whose logs are written by PDX: it replaces no others
+MARK = ".pdx-logs"  # marks a folder whose logs PDX writes: logs of others are never replaced
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The last `count` non-empty lines of a file, none where it cannot be read, as when somebody removed it; a carriage
-    return ends a line too, as progress bars mean it."""
+    """The last `count` non-empty lines of a file; none if it cannot be read, for example because it was removed. A
+    carriage return ends a line, too, as progress bars use it."""
     try:
         with log.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -48,17 +48,17 @@ def last_lines(log: Path, count: int) -> list[str]:
 
 
 def earlier(log: Path) -> Path:
-    """What the log said in the last run, or before it grew too long."""
+    """The log of the previous run, or the part cut off when the log grew too long."""
     return log.with_name(f"{log.name}.1")
 
 
 def _opened(path: Path, mode: str) -> IO[bytes]:
-    """A log that is no link: whoever may write to the folder could have it lead to any file of this user."""
+    """Open a log without following links: anyone who can write to the folder could link to any file of this user."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 class ProcessState(StrEnum):
-    """Where a process is in its life."""
+    """The stage of a process's life."""
 
     STARTING = "starting"
     READY = "ready"
@@ -67,7 +67,7 @@ class ProcessState(StrEnum):
 
 
 class Process:
-    """One process, its log, and how to tell that it is ready. Only the thread that made it uses it."""
+    """A process, its log, and its readiness check. Only the thread that created it uses it."""
 
     def __init__(self, name: str, child: subprocess.Popen[bytes], log: Path, is_ready: Callable[[], bool]) -> None:
         self.name = name
@@ -83,17 +83,17 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Process id, which is its group's id too."""
+        """Process id, which is also its group's id."""
         return self._child.pid
 
     @property
     def exit_status(self) -> int | None:
-        """As the shell shows it: 128 + signal where one ended it; None while it runs."""
+        """As a shell shows it: 128 + signal if a signal ended it; None while it runs."""
         status = self._child.poll()
         return 128 - status if status is not None and status < 0 else status
 
     def look(self) -> ProcessState:
-        """The state now; asks a starting process whether it is ready."""
+        """The current state; checks whether a starting process is ready."""
         if self.state in (ProcessState.STARTING, ProcessState.READY) and self._child.poll() is not None:
             self.state = ProcessState.DIED
         elif self.state is ProcessState.STARTING and self._is_ready():
@@ -105,17 +105,17 @@ class Process:
         return last_lines(self.log, lines)
 
     def bound_log(self) -> None:
-        """Where the log has grown too long, it begins anew, and the end of what it said so far is kept beside it.
+        """If the log has grown too long, start it anew and keep its last part beside it.
 
-        What the process writes between the two steps is lost.
+        Output between the two steps is lost.
         """
         with suppress(OSError), _opened(self.log, "r+b") as log:
             size = os.fstat(log.fileno()).st_size
             if size > MAX_LOG_BYTES:
-                with suppress(OSError):  # no room: then less is kept
+                with suppress(OSError):  # without room, less is kept
                     earlier(self.log).unlink(missing_ok=True)
                     with _opened(earlier(self.log), "xb") as kept:
-                        # Not to the log's end: a process may write faster than this copies.
+                        # Stop at the current size: a process may write faster than this copies.
                         log.seek(size - MAX_LOG_BYTES)
                         kept.write(log.read(MAX_LOG_BYTES))
                 log.truncate(0)
@@ -128,7 +128,7 @@ class Process:
 
 
 class Processes:
-    """A context in which processes run; leaving it ends them all, the last started first."""
+    """A context in which processes run; leaving it ends them all, last started first."""
 
     def __init__(self, logs: Path, grace_s: float = guard.GRACE_S) -> None:
         self._logs = logs
@@ -154,7 +154,7 @@ class Processes:
             [*_guard_program(), "watch", str(self._grace_s)],
             bufsize=0,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # or whoever reads our output would wait for the guard
+            stdout=subprocess.DEVNULL,  # otherwise a reader of this process's output would wait for the guard
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -172,7 +172,7 @@ class Processes:
         return (process for stage in self._stages for process in stage)
 
     def stage(self) -> None:
-        """Processes started from here on are ended before those started so far."""
+        """Processes started from now on are ended before those started so far."""
         self._stages.append([])
 
     def start(
@@ -192,8 +192,8 @@ class Processes:
                 stdout=log,
                 stderr=log,
                 pass_fds=[pipe],
-                # A group of its own, and no session: Linux shares the cores out among sessions (autogroups), where
-                # workers of one engine that spin by sched_yield have left others nothing for 30 s (kernel 6.18).
+                # A group, but not a session: Linux divides the cores among sessions (autogroups), and workers of one
+                # engine that spin with sched_yield have starved others for 30 s (kernel 6.18).
                 process_group=0,
             )
         process = Process(name, child, path, is_ready)
@@ -203,13 +203,13 @@ class Processes:
         return process
 
     def look(self) -> list[Process]:
-        """Those that have died on their own, after asking all; keeps the logs from growing without end."""
+        """The processes that have died on their own, after checking all; also limits the size of logs."""
         for process in self:
             process.bound_log()
         return [process for process in self if process.look() is ProcessState.DIED]
 
     def stop(self) -> None:
-        """End all processes and whatever they started: TERM, then KILL. Idempotent."""
+        """End all processes and everything they started: TERM, then KILL. Idempotent."""
         while self._stages:
             stage = self._stages[-1]
             groups = {process.pid for process in stage}
@@ -224,7 +224,7 @@ class Processes:
             _opened(self._logs / MARK, "ab").close()
             with suppress(FileNotFoundError):
                 path.replace(earlier(path))
-            return _opened(path, "ab")  # to be made shorter while it is written
+            return _opened(path, "ab")  # opened for appending, so that it can be truncated meanwhile
         except OSError as error:
             raise self._no_logs(error) from error
 
@@ -232,8 +232,8 @@ class Processes:
         return ConfigError(f"logs cannot be written to {self._logs}: {error.strerror}; name a folder with --logs")
 
     def _forget(self, group: int) -> None:
-        # The id may now be given to a stranger, whom the guard must not end.
-        with suppress(BrokenPipeError):  # the guard was killed; the other processes have to end nevertheless
+        # The id may now belong to a stranger, which the guard must not end.
+        with suppress(BrokenPipeError):  # the guard was killed; the other processes have to be ended anyway
             self._pipe().write(b"-%d\n" % group)
 
     def _pipe(self) -> IO[bytes]:
@@ -247,9 +247,9 @@ def _guard_program() -> list[str]:
 
 
 def answers(where: str, **at_least: int) -> bool:
-    """Whether the node at an ipc:// address lets this process attach, or the HTTP server at a URL says that it is
-    healthy; of a proxy, too, that it has `at_least` so many nodes, prefillers and decoders: it cannot place requests
-    on engines that it has not heard, nor name nodes to them."""
+    """Whether the node at an ipc:// address accepts this process, or the HTTP server at a URL reports that it is
+    healthy. A proxy also has to know `at_least` so many nodes, prefillers and decoders: it can neither place requests
+    on engines it has not heard of, nor tell them about nodes."""
     try:
         if where.startswith("ipc://"):
             attached(where, ANSWER_S).close()
@@ -259,12 +259,12 @@ def answers(where: str, **at_least: int) -> bool:
     except (NodeUnavailable, OSError, http.client.HTTPException, ValueError):
         return False
     counts = ((told.get(what), least) for what, least in at_least.items())
-    # Another server may have the port: ours ends then, and says so.
+    # Another server may have the port; then this process will end and say so.
     return status == 200 and all(isinstance(count, int) and count >= least for count, least in counts)
 
 
 def attached_urls(address: str) -> set[str]:
-    """The URLs of the engines that are attached to the node at `address`; none where it does not answer."""
+    """URLs of the engines attached to the node at `address`; none if it does not answer."""
     try:
         with attached(address, ANSWER_S) as node:
             told = node.call_for(Status(), ANSWER_S, NodeStatus).attached

@@ -1,4 +1,4 @@
-"""`pdx serve`: vLLM's own server with PDX's connector set up, and nothing else changed."""
+"""`pdx serve`: vLLM's own server with PDX's connector configured, and nothing else changed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pdx.errors import ConfigError
 from pdx.options import options_of
 from pdx.security.address import base_url, bracketed
 
-_ANY_HOST = "0.0.0.0"  # where vLLM listens unless it is told; the node puts in how its host is reached
-_ELSEWHERE = ("--uds", "--config")  # by these vLLM may serve where no other flag says
+_ANY_HOST = "0.0.0.0"  # vLLM's default address; the node replaces it with an address at which the host is reachable
+_ELSEWHERE = ("--uds", "--config")  # options that can change where vLLM serves, instead of --host and --port
 TLS = ("--ssl-certfile", "--ssl-keyfile")
 
 
@@ -60,10 +60,10 @@ def serve(
 ) -> None:
     """Serve MODEL with vLLM as a prefill engine, a decode engine, or both.
 
-    All other flags go to vLLM unchanged, for example --port 8100 --max-model-len 8192. The role is only told to the
-    proxy: the engine takes part in whatever a request asks for. Replaces itself with vLLM, so signals reach it.
+    All other flags go to vLLM unchanged, for example --port 8100 --max-model-len 8192. The role only informs the proxy:
+    the engine does whatever a request asks for. The command is replaced by vLLM, so signals reach it.
 
-    What is said of memory, a disk and metrics is for the node that this engine starts where none answers.
+    Options for memory, a disk and metrics apply to the node that this engine starts if none is running.
     """
     if not start_node:
         refuse_node_options("--no-start-node starts none")
@@ -82,11 +82,12 @@ def serve(
 
 
 def engine_command(model: str, flags: Sequence[str], *, url: str = "", **settings: Any) -> list[str]:
-    """The command line of one engine with these settings of the connector; `url`: where it serves, empty: as `flags`
-    say.
+    """The command line of one engine with these connector settings; `url`: where it serves, empty: determined from
+    `flags`.
 
-    :raises ConfigError: vLLM is not installed, a setting is out of range, `flags` name another connector, or they do
-        not say where it serves.
+    :raises ConfigError: vLLM is not installed, a setting is out of range, or `flags` name another connector or do not
+    say
+        where the engine serves.
     """
     if flag(flags, "--kv-transfer-config") is not None:
         raise ConfigError("pdx serve writes --kv-transfer-config itself; for your own, start vLLM directly")
@@ -97,14 +98,14 @@ def engine_command(model: str, flags: Sequence[str], *, url: str = "", **setting
     _check_model(model)
     settings["url"] = base_url(url) if url else _url(flags)
     connector_config(settings)
-    # By module: CPU builds of vLLM have no working `vllm` command. -P: a `queue.py` where the user happens to stand
-    # must not be imported instead of the standard library's.
+    # As a module: CPU builds of vLLM have no working `vllm` command. -P: a `queue.py` in the working directory must not
+    # replace the standard library's.
     server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     return [*server, "--model", model, *connector_option(settings), *flags]
 
 
 def _check_model(model: str) -> None:
-    """:raises ConfigError: it is a path, and nothing is there: vLLM would say so only after its start."""
+    """:raises ConfigError: it is a path without a model: vLLM would report that only after its start."""
     is_path = model.startswith(("/", "./", "../", "~"))
     if is_path and not os.path.exists(os.path.expanduser(model)):
         raise ConfigError(
@@ -113,7 +114,7 @@ def _check_model(model: str) -> None:
 
 
 def _url(flags: Sequence[str]) -> str:
-    """Where vLLM serves with these flags. :raises ConfigError: they do not say it, or say nonsense."""
+    """Where vLLM serves with these flags. :raises ConfigError: they do not say, or are invalid."""
     for name in _ELSEWHERE:
         if flag(flags, name) is not None:
             raise ConfigError(f"with {name} it is not known where vLLM serves; name it: --url http://HOST:PORT")
@@ -126,7 +127,7 @@ def _url(flags: Sequence[str]) -> str:
 
 
 def connector_option(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """vLLM's option with PDX's connector and these settings of it."""
+    """vLLM's option that selects PDX's connector with these settings."""
     connector = {
         "kv_connector": "PdxConnector",
         "kv_connector_module_path": "pdx.vllm.connector",
@@ -140,8 +141,8 @@ def connector_option(settings: Mapping[str, Any]) -> tuple[str, str]:
 def flag(flags: Sequence[str], name: str) -> str | None:
     """The last value given for `name`, as `--name value` or `--name=value`.
 
-    vLLM takes `_` for `-`, the beginning of a name for the name (one that begins several names it refuses), and what
-    has a dot behind its name for a part of its value.
+    vLLM accepts `_` for `-`, and unambiguous prefixes of names; it rejects ambiguous ones. A name followed by a dot
+    sets a part of the value.
     """
     value = None
     for index, each in enumerate(flags):

@@ -1,4 +1,4 @@
-"""How the commands show what they know: tables, bars, JSON, sizes and durations; and a node's status on one page."""
+"""How commands present data: tables, bars, JSON, sizes and durations; and a node's status on one page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from pdx.telemetry.faults import printable
 from pdx.wire.status import NodeStatus, TierStatus
 
-_MAX_ESCAPE = 10  # characters for one: \U and eight digits
+_MAX_ESCAPE = 10  # characters of the longest escape: \U and eight digits
 
 
 def table(
@@ -25,10 +25,10 @@ def table(
     header: bool = True,
     is_wide: bool = False,
 ) -> Table:
-    """Columns whose name begins with ">" hold numbers, which are never broken. Text of others is no markup, and is
-    folded, not cut, unless `clipped` has it.
+    """A table. Columns whose name begins with ">" hold numbers, which are never broken. Other columns hold plain text
+    without markup; it is folded and not cut, unless it is `clipped`.
 
-    `is_wide`: without lines, so that many columns have room on a terminal of 80.
+    `is_wide`: without lines, so that many columns fit on a terminal of 80 columns.
     """
     made = Table(title=title or None, title_justify="left", show_header=header, pad_edge=not is_wide)
     if is_wide:
@@ -44,23 +44,23 @@ def table(
 
 
 def clipped(text: str, style: str = "") -> Text:
-    """On one line, as much of it as its column has room for."""
+    """Text on one line, as much as fits in its column."""
     return Text(escaped(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def escaped(text: str) -> str:
-    """What others wrote, as peers, stores and engines do, steers no terminal; lines stay lines."""
+    """Escape text from peers, stores and engines, so that it cannot control the terminal; line breaks stay."""
     return "\n".join(printable(line, len(line) * _MAX_ESCAPE) for line in text.split("\n"))
 
 
 def progress(*columns: ProgressColumn, console: Console | None = None, hidden: bool = False) -> Progress:
-    """Bars beside the output, which are gone afterwards; `columns` come behind how many of how many."""
+    """Progress bars beside the output, removed at the end; `columns` follow the count."""
     shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns)
     return Progress(*shown, console=console or Console(stderr=True), transient=True, disable=hidden)
 
 
 def to_json(value: Any) -> bytes:
-    """JSON of messages as objects of their fields; on the wire they are arrays."""
+    """JSON of messages, as objects with named fields; on the wire they are arrays."""
     return msgspec.json.encode(_plain(value))
 
 
@@ -73,7 +73,7 @@ def _plain(value: Any) -> Any:
 
 
 def size(nbytes: int) -> str:
-    """`nbytes` with a binary unit, three digits or so."""
+    """`nbytes` with a binary unit and about three digits."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -165,7 +165,7 @@ def _moved(nbytes: int, coded_bytes: int) -> str:
 
 
 def _peers(status: NodeStatus) -> list[RenderableType]:
-    """A row for each, and what is too long for one below."""
+    """A row per peer; details that are too long follow below."""
     rows, more = [], []
     for peer in sorted(status.peers, key=lambda each: each.name):
         rate = f"{peer.rates[peer.channel]:.2f}" if peer.channel in peer.rates else ""

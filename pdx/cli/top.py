@@ -1,4 +1,4 @@
-"""`pdx top`: what the proxy's status page shows, in a terminal."""
+"""`pdx top`: the proxy's status page in a terminal."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from pdx.wire.overview import EngineView, NodeView, Overview, RequestView, Room
 
 PAUSE_S = 1.0
 TIMEOUT_S = 10.0
-# Of a phase in a bar: its colour, and what it is drawn with, also where there are no colours, or ASCII alone.
+# Color and characters of each phase in a bar; the characters also work without color, and in ASCII.
 _PHASES = {
     "queue": ("bright_black", "·", "."),
     "prefill": ("blue", "█", "#"),
     "handoff": ("yellow", "▒", "="),
     "decode": ("green", "━", "-"),
 }
-_HEADS = 16  # lines of titles and of what stands above all
-_LEAST = 1  # lines of each section
-_ID, _HOW = 12, 20  # characters of a request's name, and of how it is served
-_BESIDE_BARS = _ID + _HOW + 7 + 11 + 4  # with tokens, time and spaces
+_HEADS = 16  # lines for titles and the header
+_LEAST = 1  # minimum lines per section
+_ID, _HOW = 12, 20  # characters of a request's name, and of its mode
+_BESIDE_BARS = _ID + _HOW + 7 + 11 + 4  # plus tokens, time and spaces
 _ALL = 1 << 30
 _Row = tuple[RenderableType, ...]
 
@@ -46,10 +46,10 @@ _Row = tuple[RenderableType, ...]
 @option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="The token that the proxy asks for.")
 @option("--once", is_flag=True, help="Print it once, all of it; so it is where the output is no terminal.")
 def top(admin: str, token_file: Path | None, once: bool) -> None:
-    """Nodes, engines and requests of a service, every second; q ends it.
+    """Nodes, engines and requests of a service, refreshed every second; q quits.
 
-    ADMIN is where the proxy's --admin is: HOST:PORT, http://…, or the /path of a socket. [default: $PDX_PROXY_ADMIN,
-    else 127.0.0.1:8001]
+    ADMIN is the address given to the proxy's --admin: HOST:PORT, http://…, or the /path of a socket. [default:
+    $PDX_PROXY_ADMIN, else 127.0.0.1:8001]
     """
     from pdx.client.reach import ThroughProxy
 
@@ -86,7 +86,7 @@ def _pause(seconds: float) -> bool:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Says whether q is pressed within so many seconds, or whoever could press it is gone."""
+    """Waits up to a number of seconds; says whether q was pressed, or standard input was closed."""
     if not sys.stdin.isatty():
         yield _pause
         return
@@ -111,7 +111,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 
 def frame(told: Overview, console: Console, *, lines: int = _ALL, problem: str = "") -> RenderableType:
-    """As many rows as fit on so many lines. `problem`: why it is old."""
+    """As many rows as fit on this many lines. `problem`: why the data is stale."""
     nodes = [row for node in told.nodes for row in _node(node)]
     engines = [_engine(each) for each in told.engines]
     fallbacks = [(f"{duration(each.ago_s)} ago", each.why, each.id) for each in told.fallbacks]
@@ -158,7 +158,7 @@ def frame(told: Overview, console: Console, *, lines: int = _ALL, problem: str =
 
 
 def _portions(needs: Sequence[int], room: int) -> list[int]:
-    """How many lines each has of so many: an equal share, and what others leave, the first ones first."""
+    """Distribute lines among sections: an equal share each, and what others do not need, first sections first."""
     shares = [min(need, max(_LEAST, room // len(needs))) for need in needs]
     for at, need in enumerate(needs):
         shares[at] += max(0, min(need - shares[at], room - sum(shares)))
@@ -192,7 +192,7 @@ def _shape(phase: str, is_plain: bool) -> str:
 
 
 def _bar(phases: Sequence[float], longest: float, room: int, *, is_plain: bool) -> Text:
-    """Each phase that took any time has a character at least."""
+    """Every phase that took any time gets at least one character."""
     bar, spent = Text(no_wrap=True), 0.0
     for ms, phase in zip(phases, _PHASES, strict=False):
         spent += ms
@@ -215,7 +215,7 @@ def _engine(engine: EngineView) -> _Row:
 
 
 def _node(node: NodeView) -> list[tuple[RenderableType, ...]]:
-    """A row for each arena and tier, the node's name before each, which stands in the first one alone."""
+    """A row per arena and tier; only the first shows the node's name."""
     channels = " ".join(f"{link.channel or 'down'} {link.peers:,}" for link in node.links)
     found, rows = (node.found, node.looked_up), list[tuple[RenderableType, ...]]()
     for room in node.rooms or [Room("")]:

@@ -1,4 +1,4 @@
-"""`pdx up`: nodes, engines and a proxy on this host with one command, and nothing left when it ends."""
+"""`pdx up`: nodes, engines and a proxy on this host with one command; nothing is left when it ends."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from pdx.security.socket_lock import owned
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-DRAIN_S = 5.0  # requests under way when all of it is to end; the guard gives each process GRACE_S
+DRAIN_S = 5.0  # time for requests in flight at shutdown; the guard then gives each process GRACE_S
 PDX = [sys.executable, "-P", "-m", "pdx.cli.main"]
 _COLOURS = dict(zip(ProcessState, ("yellow", "green", "dim", "bold red"), strict=True))
 _WHOLE = click.IntRange(1, 64)
@@ -78,18 +78,18 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """One process to be started, and how to tell that it is ready."""
+    """A process to start, and how to tell that it is ready."""
 
     name: str
     command: Sequence[str]
     is_ready: Callable[[], bool]
     env: Mapping[str, str] = {}
     url: str = ""  # an engine's
-    node: str = ""  # the address of the one that an engine attaches to
+    node: str = ""  # address of the node that an engine attaches to
 
 
 class _Command(Sectioned):
-    """Says where flags for vLLM go."""
+    """Says in its help where flags for vLLM go."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -141,8 +141,8 @@ def up(
 ) -> None:
     """Start a node, engines and a proxy for MODEL; Ctrl-C ends them all.
 
-    With --channel there are two nodes, and prompts travel between them over that channel. Each has the memory that is
-    asked for, a folder of its own in that of --disk with a limit of its own, and one of two GPUs.
+    With --channel there are two nodes, and prompts travel between them over that channel. Each node has the full amount
+    of memory given, its own folder in that of --disk with its own limit, and one of two GPUs.
 
     Flags after -- go to every vLLM engine: pdx up MODEL -- --max-model-len 8192
     """
@@ -162,9 +162,9 @@ def up(
             )
     if node:
         socket_path(node)
-        connect(node).close()  # or engines would load a model and then wait for it in vain
-    # Named after the port, not the process: should a node be killed hard, the next one on that port has its address and
-    # frees the shared memory that was left.
+        connect(node).close()  # otherwise engines would load a model and then wait for it in vain
+    # Named after the port, not the process: if a node is killed, the next one on that port has its address and frees
+    # the shared memory that was left.
     folder = runtime_folder() / f"up-{port}"
     own = [] if node else nodes_of(folder, channel, said(settings))
     with _signals() as signals, _owned(folder, port), held_port(host, port) as share_port:
@@ -185,11 +185,11 @@ def up(
 
 
 class _Up:
-    """The processes of this command, from their start to their end, and what it shows of them: a live table on a
-    terminal, a line per change elsewhere."""
+    """The processes of this command from start to end, and how they are shown: a live table on a terminal, one line per
+    change elsewhere."""
 
     def __init__(self, processes: Processes, signals: Sequence[int], wait_s: float, logs: Path) -> None:
-        """`signals` has those that came."""
+        """`signals` collects those received."""
         self._processes = processes
         self._signals = signals
         self._wait_s = wait_s
@@ -200,9 +200,9 @@ class _Up:
         self._live = Live(console=self._console, auto_refresh=False) if sys.stdout.isatty() else None
 
     def run(self, stages: list[list[Start]], serves: str, share_port: Callable[[], None]) -> int:
-        """Start stage by stage, then watch until a signal comes (0) or a process ends on its own (1).
+        """Start stage by stage, then watch until a signal arrives (0) or a process ends on its own (1).
 
-        `share_port` is to be called before the last stage, the proxy, starts.
+        Call `share_port` before the last stage, the proxy, starts.
         """
         with self._live or contextlib.nullcontext():
             return self._run(stages, serves, share_port)
@@ -252,7 +252,7 @@ class _Up:
         return bool(dead)
 
     def say(self, line: str) -> None:
-        """One line with the time since the start; it stays on the screen."""
+        """Print a line with the time since the start; it stays on the screen."""
         text = f"[{time.monotonic() - self._started_at:6.1f} s] {line}"
         self._console.print(text, markup=False, soft_wrap=True)
         self._console.file.flush()
@@ -280,7 +280,7 @@ class _Up:
 
 
 def _unattached(engines: Sequence[Start]) -> list[str]:
-    """Engines that their nodes do not know (yet): they serve, but without PDX."""
+    """Engines that their nodes do not know yet: they serve, but without PDX."""
     known = {node: attached_urls(node) for node in {engine.node for engine in engines}}
     return [engine.name for engine in engines if engine.url not in known[engine.node]]
 
@@ -291,8 +291,8 @@ def _reached_at(host: str) -> str:
 
 
 def exposure(host: str, port: int, flags: Sequence[str]) -> str:
-    """What to know before the proxy is open to others; empty where it is not, or engines ask for a key."""
-    # To vLLM an empty key is none.
+    """A warning if the proxy is about to be open to others and neither it nor the engines require a key; else empty."""
+    # vLLM regards an empty key as none.
     has_key = flag(flags, "--api-key") or any(map(os.environ.get, ("VLLM_API_KEY", f"{PROXY_ENV}API_KEYS")))
     if has_key or is_loopback(spelled(host)):
         return ""
@@ -322,7 +322,7 @@ def _engines(
     *,
     sees_others: bool,
 ) -> list[Start]:
-    """Each serves the proxy alone, so never beyond this host. `settings`: the connector's, of all of them."""
+    """Engines that serve only the proxy, so never beyond this host. `settings`: the connector's, for all of them."""
     cores, gpus = placement.cores(), placement.gpus()
     homes = placement.place(len(roles), cores, gpus, os.environ, sees_others=sees_others)
     found: list[Start] = []
@@ -351,9 +351,9 @@ def _proxy(options: Sequence[str], engines: Sequence[Start], url: str, num_nodes
 
 
 def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> list[Node]:
-    """One for all engines, or one for each role; the proxy tells them of each other. `of_node`: see `node_options`.
+    """One node for all engines, or one per role; the proxy tells them about each other. `of_node`: see `node_options`.
 
-    :raises ConfigError: what no node takes, or one takes and two do not.
+    :raises ConfigError: an option is invalid for a node, or for two of them.
     """
     gpus = of_node.get("gpus", [])
     if channel is not None and (len(gpus) > 2 or not all(gpus)):
@@ -378,7 +378,7 @@ def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> l
 
 @contextlib.contextmanager
 def _owned(folder: Path, port: int) -> Iterator[None]:
-    """A folder for the node's and the proxy's sockets of this command alone, by a lock beside it; it is not made yet.
+    """A folder for the sockets of this command's node and proxy, owned through a lock beside it; it is not created yet.
 
     :raises ConfigError: another `pdx up` has it.
     """
@@ -396,7 +396,8 @@ def _owned(folder: Path, port: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sole(logs: Path) -> Iterator[None]:
-    """Be the only `pdx up` with logs there: another one would move these away, and cut off what is not its own.
+    """Ensure that no other `pdx up` logs to this folder: it would move these logs away, and truncate files it does not
+    own.
 
     :raises ConfigError: there is another one.
     """
@@ -415,10 +416,10 @@ def _sole(logs: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """A list that signals to end are added to, while inside; they interrupt nothing."""
+    """A list that collects termination signals inside the block; they interrupt nothing."""
     seen: list[int] = []
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
         numbers.append(signal.SIGHUP)
     before = [signal.signal(number, lambda number, frame: seen.append(number)) for number in numbers]
     try:

@@ -1,4 +1,4 @@
-"""`pdx why`: for one request, where each chunk came from, or why it was not there."""
+"""`pdx why`: for one request, where each chunk came from, or why it was missing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from pdx.wire.status import Explained, Explanation
 @node_option
 @option("--json", "as_json", is_flag=True, help="One JSON object for each request.")
 def why(request: str, address: str | None, as_json: bool) -> None:
-    """Why were the chunks of REQUEST hits, or not? Without REQUEST, a part of its id, the last ones are listed.
+    """Why were the chunks of REQUEST hits, or not? REQUEST is a part of its id; without it, the latest requests are
+    listed.
 
-    The id is the engine's: vLLM's has the X-Request-Id of the HTTP request in it, and the answer's "id". The node of
-    the engine in question knows: of a handoff ask on either side.
+    The id is the engine's: vLLM's contains the X-Request-Id of the HTTP request and the "id" of the answer. Ask the
+    node of the engine in question; for a handoff, either side knows.
     """
     from pdx.client.api import connect
 
@@ -47,7 +48,7 @@ def why(request: str, address: str | None, as_json: bool) -> None:
 
 
 def _list(explained: Explained) -> RenderableType:
-    """A request's id has a line of its own: it is to be copied."""
+    """Each request's id has a line of its own, so that it can be copied."""
     lines = [
         f"{one.request}\n    {one.hits} of {one.chunks} chunks hit, {duration(one.age_s)} ago, engine {one.engine}"
         for one in explained.requests
