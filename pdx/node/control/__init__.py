@@ -1,1 +1,1 @@
-"""What controllers ask of a node: where chunks are, and to move, drop, pin and recode them."""
+"""Controllers' verbs at a node: look up, move, drop, pin and recode chunks."""

@@ -1,8 +1,8 @@
-"""The long verbs of controllers: jobs that go on in small steps, between the messages of the control loop.
+"""Controllers' long verbs: jobs that run in small steps, between the messages of the control loop.
 
 A job is a generator: it does a little, and yields until it can go on. It ends by itself, by an error, or because it is
-cancelled; then its `finally` gives back what it holds. Its name has the node's own and its epoch in it, so that a name
-of another life of the node is told from one that never was.
+cancelled; then its `finally` gives back what it holds. Its name contains the node's name and epoch, so that a job of an
+earlier life of the node can be told from one that never existed.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ Steps = Generator[None, None, None]
 
 MAX_RUNNING = 64
 MAX_REMEMBERED = 256  # jobs that are over
-LOOK_S = 0.02  # between two looks at jobs that wait for something that does not wake the control loop
-TURN_S = 0.01  # of one turn of the control loop is for all jobs together, but for the end of a step
-STALLED_S = 30.0  # a job that has done nothing for so long has failed
+LOOK_S = 0.02  # between two steps of jobs that wait for something that does not wake the control loop
+TURN_S = 0.01  # of a turn of the control loop, for all jobs together; the last step may take longer
+STALLED_S = 30.0  # a job without progress for so long has failed
 
 
 class Job(msgspec.Struct, eq=False):
-    """One job. Who runs it counts `chunks_done` and `bytes_done`, and moves `moved_at` while a chunk gets on."""
+    """One job. Its steps count `chunks_done` and `bytes_done`, and advance `moved_at` while a chunk makes progress."""
 
     verb: str
     what: str
-    keys: Sequence[bytes]  # that no other job may work on meanwhile
-    chunks: int  # of one shard each, to be done; fewer when those are told of that are `lacking`
+    keys: Sequence[bytes]  # on which no other job may work meanwhile
+    chunks: int  # to do, of one shard each; without those found to be `lacking`
     nbytes: int
     chunks_done: int = 0
     bytes_done: int = 0
-    lacking: int = 0  # keys that a store might have had, and has not
+    lacking: int = 0  # keys that a remote store turned out not to have
     name: str = ""
     state: Literal["running", "done", "failed", "cancelled"] = "running"
     why: str = ""
     begun_at: float = 0.0
-    moved_at: float = 0.0  # when it was last seen to have done something, or to get on …
-    seen: tuple[int, int] = (0, 0)  # … which it had done by then: chunks and bytes
+    moved_at: float = 0.0  # when it last made progress …
+    seen: tuple[int, int] = (0, 0)  # … and the chunks and bytes done by then
     ended_at: float = 0.0
     steps: Steps | None = None
 
@@ -72,7 +72,7 @@ class Job(msgspec.Struct, eq=False):
 
 
 class JobTable:
-    """The jobs of a node that run, and the last that have ended. Owned by the control loop."""
+    """A node's running jobs, and the last that have ended. Owned by the control loop."""
 
     def __init__(self, node: str, epoch: int, env: Env) -> None:
         self._life = f"{node}:{epoch:x}"
@@ -87,7 +87,7 @@ class JobTable:
 
     @property
     def due_in(self) -> float:
-        """Seconds until the jobs are to be looked at, whatever else happens."""
+        """Seconds until the next step is due, even if nothing happens before."""
         return LOOK_S if self._running else float("inf")
 
     def check(self, keys: Sequence[bytes]) -> None:
@@ -100,9 +100,9 @@ class JobTable:
             )
 
     def start(self, job: Job, steps: Steps) -> JobStatus:
-        """Run a job from now on.
+        """Start a job.
 
-        :raises JobConflict: see `check`. :raises NodeError: too many jobs run.
+        :raises JobConflict: see `check`. :raises NodeError: too many jobs are running.
         """
         self.check(job.keys)
         if len(self._running) >= MAX_RUNNING:
@@ -117,11 +117,11 @@ class JobTable:
         return job.status(self._clock())
 
     def turn(self) -> None:
-        """Go on with the jobs, as many as there is time for; to be called after each turn of the control loop."""
+        """Take a step of as many jobs as there is time for; call it after each turn of the control loop."""
         until = self._clock() + TURN_S
         for job in list(self._running):
             self._step(job)
-            if job.state == "running":  # the others come first next time
+            if job.state == "running":  # at the end: the others come first next time
                 self._running.remove(job)
                 self._running.append(job)
             if self._clock() >= until:
@@ -135,12 +135,12 @@ class JobTable:
             self._end(job, "done")
         except PdxError as error:
             self._end(job, "failed", str(error))
-        except Exception as error:  # the job alone fails, and not the node
+        except Exception as error:  # only the job fails, not the node
             log.exception("job %s failed", job.name)
             self._end(job, "failed", f"{type(error).__name__}: see the node's log")
         else:
             now, done = self._clock(), (job.chunks_done, job.bytes_done)
-            if done != job.seen:  # in this step, or before it: tiers tell of what is done when it is
+            if done != job.seen:  # in this step or since the last one: tiers report at any time
                 job.seen, job.moved_at = done, now
             elif now - job.moved_at > STALLED_S:
                 job.steps.close()
@@ -161,7 +161,7 @@ class JobTable:
             del self._jobs[name]
 
     def cancel(self, name: str) -> JobStatus:
-        """End a job; one that is over stays as it is.
+        """End a job; no-op for one that is over.
 
         :raises JobUnknown: there is no such job.
         """
@@ -176,7 +176,7 @@ class JobTable:
         return self._get(name).status(self._clock())
 
     def all(self) -> list[JobStatus]:
-        """The newest first."""
+        """All remembered jobs, the newest first."""
         now = self._clock()
         return [job.status(now) for job in reversed(self._jobs.values())]
 
@@ -194,6 +194,6 @@ class JobTable:
         raise JobUnknown(f"no job {name!r:.80} is known: {why}")
 
     def close(self) -> None:
-        """Cancel all. Idempotent."""
+        """Cancel all jobs. Idempotent."""
         for job in list(self._running):
             self.cancel(job.name)

@@ -1,8 +1,8 @@
 """`Move`: chunks go from one tier to another, of this node or of a peer, and then leave the first.
 
-What is moved goes by way of the node's first arena, because all copies read or fill one, in batches of bounded size: of
-what was not there before nothing stays. A chunk leaves its tier only when the other has said that it has it, so that
-whatever dies meanwhile, each chunk is somewhere.
+Chunks go through the node's first arena, because every copy reads or fills an arena, in batches of bounded size; those
+that were not there before are dropped again. A chunk leaves its tier only after the target has confirmed it, so that no
+chunk is lost, whatever dies meanwhile.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from pdx.node.service import Service
 
 BATCH_BYTES = 64 << 20
-BATCH_SHARE = 0.125  # of the first arena, at most, may be held by a batch
+BATCH_SHARE = 0.125  # of the first arena, that a batch may hold at most
 BATCH_KEYS = 256
-BATCHES = 3  # of a job, under way at a time: while one is written the next is read; of all jobs those that need room
+BATCHES = 3  # in flight per job, so that one is read while another is written; over all jobs, those that need room
 ASK_S = 0.01  # between two questions to a peer
-ANSWER_S = 5.0  # that a remote store has to say what it has
-PUSH_AGAIN_S = 1.0  # what a peer does not have so long after it was pushed is pushed again
-SETTLE_S = 30.0  # that a peer has to store a batch
-MAX_SETTLING = 1 << 14  # chunks that are stored for peers, or of which no peer has asked what became
+ANSWER_S = 5.0  # for a remote store, or a peer, to say what it has
+PUSH_AGAIN_S = 1.0  # until chunks that a peer still lacks are pushed again
+SETTLE_S = 30.0  # for a peer to make progress in storing a batch
+MAX_SETTLING = 1 << 14  # chunks being stored for peers, or stored without a peer having asked since
 
 
 class Errand(msgspec.Struct, frozen=True):
-    """One move: of a job, to a tier of this node, or to the tier of that name of the peer `node`."""
+    """A job's move to a tier of this node, or to the tier of that name of the peer `node`."""
 
     job: Job
     shards: int
@@ -57,11 +57,11 @@ class Mover:
         self._copies = service.copies
         self._places = places
         self._peers = service.peers
-        self._copy_s = service.config.push_s  # a copy that takes longer is given up
+        self._copy_s = service.config.push_s  # time limit of a copy
         self._counters = service.counters
         self._clock = service.env.clock
-        self._settling: dict[tuple[str, bytes], Copy] = {}  # of what peers have pushed here, by tier and key
-        self._crossing = 0  # batches that have room in the first arena, or are about to
+        self._settling: dict[tuple[str, bytes], Copy] = {}  # of chunks that peers have pushed here, by tier and key
+        self._crossing = 0  # batches that take room in the first arena
 
     def steps(self, errand: Errand, keys: Sequence[tuple[bytes, Place]]) -> Steps:
         job = errand.job
@@ -84,7 +84,7 @@ class Mover:
                 steps.close()
 
     def _batches(self, keys: Sequence[tuple[bytes, Place]], shards: int) -> Iterator[tuple[Place, list[bytes]]]:
-        """Runs of keys of one place, none too large."""
+        """Split keys into runs of one place, none of them too large."""
         most = min(BATCH_BYTES, int(self._store.pools[0].total_bytes * BATCH_SHARE))
         for place, run in itertools.groupby(keys, key=lambda each: each[1]):
             batch: list[bytes] = []
@@ -106,7 +106,7 @@ class Mover:
             yield from self._run(errand, source, keys)
             return
         left = [(key, source) for key in keys if key in there or key in present]
-        for _, some in self._batches(left, errand.shards):  # how large they are is known now
+        for _, some in self._batches(left, errand.shards):  # split anew, as their sizes are known now
             yield from self._run(errand, source, some)
 
     def _run(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> Steps:
@@ -116,7 +116,7 @@ class Mover:
         passing: list[bytes] = []  # through the first arena
         crosses = source != first
         while crosses and self._crossing >= BATCHES:
-            job.moved_at = self._clock()  # it waits for other jobs, and not for what it is to move
+            job.moved_at = self._clock()  # waiting for other jobs is not a stall
             yield
         self._crossing += crosses
         try:
@@ -150,11 +150,11 @@ class Mover:
             self._pass(passing, shards)
 
     def _there(self, target: Place | str, keys: Sequence[bytes], shards: int) -> set[bytes]:
-        """Those that the target has already, as far as is known without asking."""
+        """The keys that the target has already, as far as is known without asking."""
         return set(self._places.found(target, keys, shards)) if isinstance(target, Place) else set()
 
     def _until_known(self, place: Place, keys: Sequence[bytes], shards: int) -> Steps:
-        """Wait until a tier has said which of these it has, if it has to be asked; it has ANSWER_S for that."""
+        """Wait up to ANSWER_S until a tier that must be asked has said which of these it has."""
         until = self._clock() + ANSWER_S
         while self._places.seeks_any(place, keys, shards) and self._clock() < until:
             yield
@@ -162,9 +162,9 @@ class Mover:
     def present(
         self, job: Job, place: Place, keys: Sequence[bytes], shards: int, *, but: Container[bytes] = ()
     ) -> Generator[None, None, dict[bytes, Held]]:
-        """What a tier has of these. Where that had to be asked, the rest, `but` some, is left out of the job.
+        """The keys that a tier has. If it had to be asked, the others, except those in `but`, are left out of the job.
 
-        :raises NodeError: it has not said what it has.
+        :raises NodeError: the tier has not said what it has.
         """
         yield from self._until_known(place, keys, shards)
         found = self._places.found(place, keys, shards)
@@ -198,13 +198,13 @@ class Mover:
         )
 
     def _take_away(self, target: Place, keys: Sequence[bytes], shards: int) -> list[Copy]:
-        """Copy these from the first arena to another tier of this node."""
+        """Copy these chunks from the first arena to another tier of this node."""
         if target.tier is None:
             return self._between(keys, self._places.first, self._places.homes(shards), shards)
         return self._stored(target.tier, keys, shards)
 
     def _between(self, keys: Sequence[bytes], source: Place, to: Sequence[int], shards: int) -> list[Copy]:
-        """Copy these from arenas to arenas; to the first one if `to` is empty."""
+        """Copy these chunks from the arenas of `source` to those in `to`, to the first one if it is empty."""
         copies: list[Copy] = []
         tier = self._tiers.arenas
         if tier is None or not keys:
@@ -227,32 +227,32 @@ class Mover:
     def _settled(
         self, errand: Errand, tier: str, keys: Sequence[bytes], copies: list[Copy]
     ) -> Generator[None, None, Sequence[bytes]]:
-        """Push these to a peer, and have it store them; returns the leading ones, which it says to have.
+        """Push these chunks to a peer and have it store them; return the leading keys that it confirms.
 
-        :raises PeerError, ConfigError: the peer cannot be reached. :raises NodeError: it will not.
+        :raises PeerError, ConfigError: the peer cannot be reached. :raises NodeError: it refuses.
         """
         job, node, question = errand.job, errand.node, Settle(list(keys), errand.shards, tier)
         count = yield from self._asked(node, question)
-        pushed, again_at = -1, 0.0  # how many it had when what it lacked was pushed last
+        pushed, again_at = -1, 0.0  # how many it had when the rest was last pushed
         until = self._clock() + SETTLE_S
         while count < len(keys) and self._clock() < until:
-            if count > pushed or self._clock() >= again_at:  # it has not had room for all, or has evicted some
+            if count > pushed or self._clock() >= again_at:  # again: it had no room for all, or has evicted some
                 pushed = count
                 copies += self._peers.push(node, keys[count:], errand.shards, None, b"")
                 yield from self._until_over(job, copies)
                 again_at = self._clock() + PUSH_AGAIN_S
             before, asked_at = count, self._clock()
             count = yield from self._asked(node, question)
-            job.moved_at = self._clock()  # it answers; how long it may do so without anything more is `until`
+            job.moved_at = self._clock()  # an answer counts as progress; `until` limits how long
             until = job.moved_at + SETTLE_S if count > before else until
             while count < len(keys) and self._clock() - asked_at < ASK_S:
                 yield
         return keys[:count]
 
     def _asked(self, node: str, question: Settle) -> Generator[None, None, int]:
-        """How many leading ones of these chunks the tier of a peer has now.
+        """Ask a peer how many leading ones of these chunks its tier has now.
 
-        :raises PeerError, ConfigError: it cannot be reached. :raises NodeError: it will not, or does not answer.
+        :raises PeerError, ConfigError: it cannot be reached. :raises NodeError: it refuses, or does not answer.
         """
         until = self._clock() + ANSWER_S
         number = self._peers.ask(node, question)
@@ -266,16 +266,16 @@ class Mover:
         return answer.hits
 
     def _leave(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> None:
-        """The target has these: they leave the source."""
+        """Drop chunks that the target has from the source."""
         shards = errand.shards
         sizes = [held.nbytes for held in self._places.found(source, keys, shards).values()]
         if not errand.keeps:
-            free = [key for key in keys if not self._places.is_pinned(source, key, shards)]  # it may be since it began
+            free = [key for key in keys if not self._places.is_pinned(source, key, shards)]  # it may be by now
             self._places.drop(source, free, shards, why=Cause.MOVED)
         errand.job.did(len(keys) * shards, sum(sizes) * shards)
 
     def _pass(self, keys: Sequence[bytes], shards: int) -> None:
-        """These were in the first arena only on their way."""
+        """Drop chunks that were in the first arena only on their way."""
         first = self._places.first
         for key in keys:
             chunks = self._places.chunks(first, key, shards)
@@ -283,7 +283,7 @@ class Mover:
                 self._places.drop(first, [key], shards, why=Cause.MOVED)
 
     def _fail(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> None:
-        """:raises ChunkMissing: these are gone. :raises NodeError: they could not be stored."""
+        """:raises ChunkMissing: the chunks are gone. :raises NodeError: they could not be stored."""
         job, target = errand.job, errand.target
         self._counters["moves_failed"] += 1
         where = f"{errand.node}/{target}" if isinstance(target, str) else target.name
@@ -303,7 +303,8 @@ class Mover:
     # ---- for peers ---------------------------------------------------------------------------
 
     def settle(self, peer: str, ask: Settle) -> Found:
-        """What a peer has pushed here is to be in this tier. What others have brought to memory meanwhile stays there.
+        """Store chunks that a peer has pushed here in a tier, and drop them from memory unless others use or brought
+        them.
 
         :raises NodeError: refused.
         """
@@ -314,7 +315,7 @@ class Mover:
         count = self._places.leading(place, ask.keys, ask.shards)
         if place.is_shared:
             self._places.check_unnamed(ask.keys)
-        if self._places.seeks(place, ask.keys, ask.shards):  # others may have stored there what is not known here yet
+        if self._places.seeks(place, ask.keys, ask.shards):  # other nodes may have stored them there
             return Found(len(ask.keys), count, {place.name: count})
         if place != first:
             self._settle_in(place, ask)
@@ -327,9 +328,9 @@ class Mover:
         return Found(len(ask.keys), count, {place.name: count})
 
     def _settle_in(self, place: Place, ask: Settle) -> None:
-        """Copy there what is here of it; each chunk once, however often and by however many it is asked.
+        """Copy the chunks that are here into the tier, each once, however many peers ask and how often.
 
-        :raises NodeError: the tier does not take it, or too much is under way.
+        :raises NodeError: the tier does not take some, or too many are being stored.
         """
         there = self._places.found(place, ask.keys, ask.shards)
         failed, wanted = 0, []
@@ -346,7 +347,7 @@ class Mover:
             raise NodeError(f"{place.name} did not take {failed} of {len(ask.keys)} chunks")
         if not wanted:
             return
-        if len(self._settling) + len(wanted) > MAX_SETTLING:  # of some nobody asks any more
+        if len(self._settling) + len(wanted) > MAX_SETTLING:  # forget those no peer has asked about
             self._settling = {name: copy for name, copy in self._settling.items() if copy.state is not CopyState.OVER}
         if len(self._settling) + len(wanted) > MAX_SETTLING:
             raise NodeError(f"{len(self._settling)} chunks are being stored for peers already")

@@ -1,8 +1,8 @@
-"""The tiers of a node by the names that controllers give them, and what is in each.
+"""The tiers of a node by the names that controllers give them, and the chunks in each.
 
-"host" is the node's arena in host memory, "gpu" its arenas on GPUs together, because the shards of one chunk may lie on
-several of them. Below are its disks and its remote store, by the names that `pdx node --status` shows. Owned by the
-control loop; nothing here waits.
+"host" is the node's arena in host memory, "gpu" all its arenas on GPUs together, because the shards of one chunk may be
+on several of them. Its disks and its remote store have the names that `pdx node --status` shows. Owned by the control
+loop; nothing here blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pdx.node.service import Service
 
 HOST, GPU = "host", "gpu"
-SOME = 64  # keys that a tier is asked for at once
-ASKED = 256  # keys in one question to a tier that has to ask for them elsewhere
+SOME = 64  # keys per look-up in a tier
+ASKED = 256  # keys per question to a tier that must ask its store
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -42,12 +42,12 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def may_have_more(self) -> bool:
-        """Whether it may have what is not known here, and answers."""
+        """Whether it may have chunks that are not known here, and answers."""
         status = self.tier.status() if self.tier is not None and self.tier.is_shared else None
         return status is not None and status.is_up
 
     def why_not(self, key: bytes) -> str:
-        """See `Tier.why_not`; of arenas all is known."""
+        """See `Tier.why_not`; empty for arenas."""
         return self.tier.why_not(key) if self.tier is not None else ""
 
 
@@ -64,19 +64,19 @@ class Places:
 
     @property
     def first(self) -> Place:
-        """The place of the arena that tiers below are stored from, and that peers read and write."""
+        """The place of the arena from which tiers below are filled, and that peers read and write."""
         return next(place for place in self._memory if 0 in place.arenas)
 
     @property
     def all(self) -> list[Place]:
-        """The fastest first."""
+        """All places, the fastest first."""
         below = [Place(tier.name, tier=tier) for level in self._tiers.below for tier in level]
         return [*reversed(self._memory), *below]
 
     def at(self, name: str) -> Place:
         """The tier of that name; empty: the first arena's.
 
-        :raises TierUnknown: there is none.
+        :raises TierUnknown: there is no such tier.
         """
         found = next((place for place in self.all if place.name == name), None) if name else self.first
         if found is None:
@@ -85,8 +85,8 @@ class Places:
         return found
 
     def homes(self, shards: int) -> tuple[int, ...]:
-        """Of chunks of so many shards the arenas on GPUs where the workers of an engine have theirs; empty: none is
-        attached that does."""
+        """The GPU arena of each shard of chunks with so many shards: those of an attached engine, or the only one;
+        empty: unknown."""
         for session in self._sessions:
             homes = self._sessions.arenas(session, shards) if session.hello.kind == "scheduler" else ()
             if homes and all(homes):
@@ -100,7 +100,7 @@ class Places:
             raise NodeError(f"no engine with {shards} shards is attached that has its chunks on GPUs of this node")
 
     def check_unnamed(self, keys: Sequence[bytes]) -> None:
-        """A name says nothing of the bytes, which may be others at another node, or later.
+        """Names are not content: another node may have other bytes under the same name.
 
         :raises NodeError: a client has named one of these chunks.
         """
@@ -110,23 +110,23 @@ class Places:
     # ---- what is there ----------------------------------------------------------------------
 
     def chunks(self, place: Place, key: bytes, shards: int) -> tuple[Chunk, ...]:
-        """The sealed chunks of every shard of `key` in a place in memory; empty: one is missing, or it has more.
+        """The sealed chunks of every shard of `key` in a place in memory; empty: it lacks a shard, or has more shards.
 
-        A chunk is all of its shards: who names fewer would have the others dropped that nobody has copied.
+        All shards must be named, because a move of fewer would drop the others without a copy.
         """
         lying = [
             chunk
             for chunk in self._store.index.of(key)
             if chunk.reservation.shards == shards and chunk.state is State.SEALED and chunk.slot.arena in place.arenas
         ]
-        if len(lying) > shards:  # a shard may lie on several GPUs
+        if len(lying) > shards:  # a shard may be on several GPUs
             lying = list({chunk.shard: chunk for chunk in lying}.values())
         if len(lying) < shards or (shards > 1 and any(chunk.shard != at for at, chunk in enumerate(lying))):
             return ()
         return tuple(lying)
 
     def found(self, place: Place, keys: Sequence[bytes], shards: int) -> dict[bytes, Held]:
-        """Those of the keys that are there in every shard, as far as is known without asking."""
+        """The keys that are there in every shard, as far as is known without asking."""
         found: dict[bytes, Held] = {}
         if place.tier is None:
             for key in keys:
@@ -134,7 +134,7 @@ class Places:
                     found[key] = Held(chunks[0].slot.nbytes, chunks[0].reservation.layers)
             return found
         at = 0
-        while at < len(keys):  # a tier finds leading ones: what follows one that it lacks is asked for anew
+        while at < len(keys):  # a tier finds leading keys: after one that it lacks, look up the rest anew
             some = keys[at : at + SOME]
             leading = place.tier.find(some, shards)
             found.update(zip(some, leading, strict=False))
@@ -142,24 +142,24 @@ class Places:
         return found
 
     def is_pinned(self, place: Place, key: bytes, shards: int) -> bool:
-        """Whether what is there of `key` is to stay."""
+        """Whether the chunk `key` is pinned there."""
         if place.tier is not None:
             return place.tier.is_pinned(key)
         return bool(self._store.index.pinned_bytes) and any(c.keep.pins for c in self.chunks(place, key, shards))
 
     def leading(self, place: Place, keys: Sequence[bytes], shards: int) -> int:
-        """How many leading ones of the keys are there in every shard."""
+        """How many leading keys are there in every shard."""
         if place.tier is not None:
             return len(place.tier.find(keys, shards))
         return sum(1 for _ in itertools.takewhile(lambda key: self.chunks(place, key, shards), keys))
 
     def seeks(self, place: Place, keys: Sequence[bytes], shards: int) -> bool:
-        """Whether the tier is being asked, from now on at the latest, for keys of which nothing is known."""
+        """Whether the tier is being asked for unknown keys after the leading known ones; asks if it was not."""
         known = self.leading(place, keys, shards) if place.is_shared else len(keys)
         return known < len(keys) and place.tier is not None and place.tier.seeks(keys[known:], shards)
 
     def seeks_any(self, place: Place, keys: Sequence[bytes], shards: int) -> bool:
-        """The same of keys behind such as it lacks, too."""
+        """As `seeks`, also for keys after those that the tier lacks."""
         if place.tier is None or not place.tier.is_shared:
             return False
         found, tier = self.found(place, keys, shards), place.tier
@@ -168,7 +168,7 @@ class Places:
     # ---- dropping ---------------------------------------------------------------------------
 
     def kept(self, place: Place, keys: Sequence[bytes], shards: int) -> Kept:
-        """What `drop` would forget of these."""
+        """The chunks that `drop` would remove."""
         if place.tier is not None:
             held = self.found(place, keys, shards).values()
             return Kept(place.name, len(held) * shards, sum(each.nbytes for each in held) * shards)
@@ -176,9 +176,9 @@ class Places:
         return Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))
 
     def drop(self, place: Place, keys: Sequence[bytes], shards: int = 0, *, why: Cause = Cause.DELETED) -> Kept:
-        """Have a place forget these chunks, in all shards (in memory, those of so many alone); how many there were.
+        """Remove these chunks from a place, in all shards (in memory only chunks of so many); returns what was removed.
 
-        What somebody reads in memory is free with its last lease.
+        Memory that is being read is freed with its last lease.
         """
         if place.tier is not None:
             nbytes = self.kept(place, keys, max(1, shards)).nbytes
@@ -190,7 +190,7 @@ class Places:
                 for chunk in self._store.index.of(key)
                 if chunk.slot.arena in place.arenas and chunk.reservation.shards == (shards or chunk.reservation.shards)
             ]
-            self._store.abort([chunk for chunk in lying if chunk.writer == NODE])  # it would be found again afterwards
+            self._store.abort([chunk for chunk in lying if chunk.writer == NODE])  # else it would be found afterwards
             for chunk in lying:
                 if chunk.state is State.SEALED:
                     count, nbytes = count + 1, nbytes + chunk.slot.nbytes

@@ -1,6 +1,6 @@
-"""A controller's verbs: from typed messages to what they do in the tiers of this node. No sockets here.
+"""Carries out controllers' verbs in the tiers of this node, from typed messages. No sockets here.
 
-What is done at once is bounded by the message that asks for it; all else is a job (`pdx.node.control.jobs`).
+Work that the size of the message bounds is done at once; all else is a job (`pdx.node.control.jobs`).
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_NAMED = 16  # engines in an error's text
-STEP_KEYS = 256  # that a job drops, or begins to recode, between two messages of the control loop
+_NAMED = 16  # engines listed in an error's text
+STEP_KEYS = 256  # per step of a job that drops or recodes
 
 
 class Controls:
-    """What controllers may ask of this node. Owned by the control loop."""
+    """The handlers of controllers' verbs. Owned by the control loop."""
 
     def __init__(self, service: Service) -> None:
         self._name = service.name
@@ -96,15 +96,15 @@ class Controls:
         }
 
     def handle(self, verb: AnyVerb) -> Outcome:
-        """What came of it, or which job will do it.
+        """Carry out a verb; return its outcome, or the job that will do it.
 
-        :raises NodeError: refused. :raises ProtocolError: it makes no sense.
+        :raises NodeError: refused. :raises ProtocolError: the verb is invalid.
         """
         self._counters["verbs"] += 1
         return self._handlers[type(verb)](verb)
 
     def _selected(self, what: Selection) -> tuple[Sequence[bytes], int]:
-        """The keys, each once, and in how many shards.
+        """The selected keys, each once, and their number of shards.
 
         :raises ChunkMissing: no request of that name is remembered. :raises ProtocolError: nothing was selected.
         """
@@ -178,7 +178,7 @@ class Controls:
         tier = ask.target or self.places.first.name
         target = tier if node else self.places.at(tier)
         sources = [self.places.at(ask.source)] if ask.source else self.places.all
-        # A shared tier of the same name at another node is the same store: what left it here would be gone there.
+        # A shared tier of the same name at another node is the same store: dropping chunks here would drop them there.
         same = [p for p in sources if p == target or (node and p.name == tier and p.is_shared)]
         if not ask.source:
             sources = [place for place in sources if place not in same]
@@ -206,8 +206,8 @@ class Controls:
     def _whence(
         self, sources: Sequence[Place], keys: Sequence[bytes], shards: int, *, is_named: bool
     ) -> tuple[dict[bytes, Place], int]:
-        """Of each key the first of these that may have it, and the bytes that are known to be there. Unless the source
-        `is_named`, nobody is asked for what memory has."""
+        """For each key the first of these places that may have it, and the bytes known to be there. Unless the source
+        `is_named`, no remote store is asked for keys that memory has."""
         places: dict[bytes, Place] = {}
         nbytes = 0
         for place in sources:
@@ -276,7 +276,7 @@ class Controls:
         return self._start(job, self._clearing(job, arenas, below), dry_run)
 
     def _clearing(self, job: Job, arenas: Sequence[tuple[Place, int]], below: Sequence[Place]) -> Steps:
-        """What is there is listed when its turn comes, one arena or tier between two messages."""
+        """Clear arena by arena and tier by tier; each one's chunks are listed when its turn comes."""
         for place, arena in arenas:
             for some in _steps(self._store.index.offsets(arena)):
                 job.did(len(some), self.places.drop(place, self._store.index.sealed_at(arena, some)).nbytes)
@@ -315,14 +315,14 @@ class Controls:
         }
         name = ask.engine.rstrip("/")
         urls = {of_it[2] for of_it in names.values() if name in of_it} - {""}
-        # All data parallel ranks of one server: a request comes to any of them.
+        # Drain all data parallel ranks of one server, as a request may go to any of them.
         found = [each for each, of_it in names.items() if name and (name in of_it or of_it[2] in urls)]
         if not found:
             there = ", ".join(of_it[2] or of_it[0] for of_it in itertools.islice(names.values(), _NAMED)) or "none"
             raise NodeError(f"no engine {printable(ask.engine)} is attached to node {self._name}; there are: {there}")
         for each in found:
             each.is_draining = ask.draining
-        self._service.has_news = True  # proxies hear of it at once
+        self._service.has_news = True  # reports to proxies at once
         return Drained(found[0].hello.engine, sum(each.running for each in found), ask.draining)
 
     # ---- pinning ----------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class Controls:
             lacking = len(keys) - len(self.places.found(place, keys, shards))
             raise ChunkMissing(f"{lacking} of {len(keys)} chunks are not in {place.name}: move them there first")
         place, found = having
-        chunks = [chunk for key in keys for chunk in self.places.chunks(place, key, shards)]  # none below memory
+        chunks = [chunk for key in keys for chunk in self.places.chunks(place, key, shards)]  # empty for tiers below
         if ask.pinned:
             self.check_pins(chunks)
         if not ask.dry_run and place.tier is not None:
@@ -348,7 +348,7 @@ class Controls:
         return Effect([Kept(place.name, len(keys) * shards, nbytes)], ask.dry_run)
 
     def check_pins(self, chunks: Sequence[Chunk]) -> None:
-        """:raises ArenaFull: with these so much would be pinned that the rest would be too little for others."""
+        """:raises ArenaFull: with these chunks more would be pinned than may be (`pin_share`)."""
         more = sum(chunk.slot.nbytes for chunk in dict.fromkeys(chunks) if not chunk.is_kept)
         most = int(self._store.total_bytes * self._pin_share)
         if more and self._store.index.kept_bytes + more > most:
@@ -408,7 +408,7 @@ class Controls:
     def _recoding_some(
         self, job: Job, place: Place, pairs: Sequence[tuple[bytes, bytes]], codec: str, shards: int
     ) -> Generator[None, None, list[TierError]]:
-        """What has failed of these."""
+        """Recode some chunks; return the errors."""
         found = yield from self._mover.present(job, place, [old for old, _ in pairs], shards)
         if place.is_shared:
             pairs = [(old, new) for old, new in pairs if old in found]
@@ -432,12 +432,12 @@ class Controls:
 
 
 def _steps(things: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """So many of them as a job looks at between two messages."""
+    """Split into pieces of STEP_KEYS."""
     return (things[at : at + STEP_KEYS] for at in range(0, len(things), STEP_KEYS))
 
 
 def _model(name: str, layout: bytes) -> str:
-    """What a model is called, as far as it is known whose layout this is."""
+    """The name shown for the model with this layout, as far as it is known."""
     if not layout:
         return "not known: from a tier below, a peer, or a client"
     return printable(name or f"layout {layout.hex()}", 255)

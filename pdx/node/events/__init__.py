@@ -1,1 +1,1 @@
-"""What a node tells others of its chunks: what came where, and what went."""
+"""Events of a node's chunks: which came into which tier, and which went."""

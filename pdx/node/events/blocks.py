@@ -1,11 +1,11 @@
-"""From changes by chunk to events by block: which blocks are in which places. Pure; one thread.
+"""Turns changes by chunk into events by block: which blocks are in which places. No I/O; not thread-safe.
 
-A chunk is told of when its blocks' names are known. A block may be in several chunks, as in the end of one prompt and
-in a whole chunk of a longer one, and a chunk in several tiers of one place: it is told as stored with the first of them
-and as removed with the last, for readers that count both. Such chunks begin with the same block, because a block's name
-covers all that leads up to it; so a look at the neighbours of a chunk in the order of names is enough.
-(Not where engines of one model have chunks of different lengths: then a block is told as gone though a chunk of the
-other length has it, which costs a router a hit.)
+A chunk is reported once the names of its blocks are known. A block may be in several chunks, as in the end of one
+prompt and in a whole chunk of a longer one, and a chunk in several tiers of one place: a block is reported as stored
+with the first of them and as removed with the last, for readers that count both. Such chunks begin with the same block,
+because a block's name covers all blocks before it; so a look at a chunk's neighbors in the order of names is enough.
+(If engines of one model have chunks of different lengths, a block is reported as removed though a chunk of the other
+length has it, which costs a router a hit.)
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pdx.store.siblings import Siblings
 from pdx.wire.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
 
 PIECE_KEYS = 1024
-# Names of blocks are told by engines that have one cache group, which is of that kind.
+# Only engines with one cache group, which is of this kind, name blocks.
 GROUP, KIND = 0, "full_attention"
-# By the name of a first block: the key in one place that begins so, or several keys. They have been told.
+# By the name of a first block: the reported key, or several, in one place whose chunk begins with that block.
 _Alike = dict[bytes, bytes | Siblings]
 
 
 class _Known(msgspec.Struct, gc=False):
-    """One key: the tiers that have it, as bits, and what it is to its engine."""
+    """One key: the tiers that have it, as bits, and the blocks that its engine named."""
 
     tiers: int = 0
     parent: bytes = b""
@@ -39,11 +39,11 @@ class _Known(msgspec.Struct, gc=False):
 
 
 class Blocks:
-    """What all changes so far amount to."""
+    """The blocks in each place, as of all changes so far."""
 
     def __init__(self, places: Mapping[str, Place] = MappingProxyType({}), *, as_bytes: bool = False) -> None:
-        """`places`: how tiers are told, the others by their names. `as_bytes`: hashes are told as 16 bytes, else as
-        their last 64 bits in a number."""
+        """`places`: how tiers are reported; others are by their own names. `as_bytes`: hashes are reported as 16 bytes,
+        else as a number, their last 64 bits."""
         self._places = places
         self._as_bytes = as_bytes
         self._known: dict[bytes, _Known] = {}
@@ -55,19 +55,19 @@ class Blocks:
         return len(self._known)
 
     def begin(self) -> None:
-        """What was told is void, but for the names of blocks: all that is there is told anew, until `end`."""
+        """Forget where chunks are, but not the names of blocks: all of it is applied anew, until `end`."""
         for known in self._known.values():
             known.tiers = 0
         self._alike.clear()
 
     def end(self) -> None:
-        """It has been told: what was not is nowhere."""
+        """Forget the chunks that were not applied since `begin`: they are in no tier."""
         for key in list(self._known):
             if not self._known[key].tiers:
                 del self._known[key]
 
     def apply(self, changes: Iterable[Change]) -> list[KvEvent]:
-        """Take these in; what they are by block."""
+        """Apply these changes; return the events by block."""
         events: list[KvEvent] = []
         for change in changes:
             bit = self._bits.setdefault(change.tier, 1 << len(self._bits))
@@ -83,7 +83,7 @@ class Blocks:
         return events
 
     def _stored(self, change: Change, bit: int, place: Place) -> list[KvEvent]:
-        late: dict[bytes, int] = {}  # tiers that had what is told only now
+        late: dict[bytes, int] = {}  # by key named only now, the tiers that had it
         for named in change.named:
             known = self._known.setdefault(named.key, _Known())
             if not known.blocks:
@@ -119,12 +119,12 @@ class Blocks:
         return self._hashes(known.blocks[left * KEY_BYTES :])
 
     def _note(self, alike: _Alike, key: bytes, blocks: bytes) -> int:
-        """It is in the place, where so many of its leading blocks have been told. Idempotent."""
+        """Note that a chunk is in the place; return how many of its leading blocks were reported there. Idempotent."""
         first = blocks[:KEY_BYTES]
         others = alike.get(first)
         if others is None:
             alike[first] = key
-            return 0  # as nearly always
+            return 0  # the usual case
         if isinstance(others, bytes):
             if others == key:
                 return len(blocks) // KEY_BYTES
@@ -137,7 +137,7 @@ class Blocks:
         return told
 
     def _told(self, keys: Iterable[bytes], place: Place) -> list[KvEvent]:
-        """These are in a place, which is noted: what was not told before, and what follows one another in one event."""
+        """Note that these keys are in a place; return events of blocks not reported yet, one per run of keys."""
         alike = self._alike[place]
         events: list[KvEvent] = []
         before, block_tokens = b"", 0
@@ -168,8 +168,8 @@ class Blocks:
         return struct.unpack(">" + "8xQ" * (len(names) // KEY_BYTES), names)
 
     def everything(self) -> Iterator[list[KvEvent]]:
-        """What is where now, in pieces. Nothing may be taken in meanwhile."""
-        self._alike.clear()  # for readers that have been told of nothing
+        """Events of all blocks in all places, in pieces. Nothing may be applied meanwhile."""
+        self._alike.clear()  # the readers know of no block yet
         keys = list(self._known)
         for at in range(0, len(keys), PIECE_KEYS):
             piece = keys[at : at + PIECE_KEYS]
@@ -178,5 +178,5 @@ class Blocks:
 
 
 def _like(others: Siblings, blocks: bytes) -> int:
-    """How many leading blocks one of these has in common with it."""
+    """The most leading blocks that one of these has in common with `blocks`."""
     return next((count for _, count in others.like(b"", blocks)), 0)

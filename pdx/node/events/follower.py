@@ -1,7 +1,7 @@
-"""Tells the proxy of changes by chunk, over the line on which it gets reports.
+"""Tells the proxy of changes by chunk, over the line that carries its reports.
 
-The proxy says how much of it has come (`pdx.wire.messages.Follow`). No more than a few frames are under way, so that
-heartbeats find room on the line, and a proxy that does not read costs nothing but that.
+The proxy acknowledges frames (`pdx.wire.messages.Follow`). Only a few are in flight, so that heartbeats find room on
+the line, and a proxy that does not read costs no more than these.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pdx.wire.base import MAX_RUN_KEYS, MAX_RUNS
 from pdx.wire.proxy import Changes, Follow, Run
 
 MAX_REPEATS = 3
-WINDOW = 8  # frames that the proxy has not said it has
+WINDOW = 8  # frames without an acknowledgment
 
 
 class Follower:
-    """One proxy. Owned by the control loop; nothing waits."""
+    """The stream of changes to one proxy. Owned by the control loop; nothing blocks."""
 
     def __init__(self, events: EventLog, epoch: int) -> None:
         self._events = events
@@ -26,20 +26,20 @@ class Follower:
         self._stream = 0  # none
         self._telling = 0
         self._frame = self._come = 0
-        self._repeats = 0  # how often the proxy has said so, though more was sent
-        self._seq = 0  # told up to here
-        self._feed: Iterator[list[Change]] | None = None  # what was there when the stream began
+        self._repeats = 0  # how often the proxy has acknowledged the same frame, though more were sent
+        self._seq = 0  # number of the last batch in frames
+        self._feed: Iterator[list[Change]] | None = None  # the chunks that were there when the stream began
         self._is_first = False
-        self._frames: deque[tuple[int, Sequence[Run]]] = deque()  # to be sent, with the number up to which they tell
+        self._frames: deque[tuple[int, Sequence[Run]]] = deque()  # to send, with the number of their last batch
 
     def asked(self, ask: Follow) -> None:
-        """The proxy wants to know, or has got some."""
+        """The proxy begins a stream, or acknowledges frames."""
         if ask.stream == self._stream:
             self._repeats = self._repeats + 1 if ask.frame == self._come < self._frame else 0
             self._come = max(self._come, min(ask.frame, self._frame))
             if self._repeats < MAX_REPEATS:
                 return
-            # what was sent is lost: the proxy finds another number, and asks anew
+            # Frames were lost: begin anew under another number.
         self._repeats = 0
         self._stream, self._frame, self._come = ask.stream, 0, 0
         self._telling += 1
@@ -67,8 +67,8 @@ class Follower:
         return self._stream > 0 and bool(self._frames or self._feed is not None or self._seq != self._events.seq)
 
     def turn(self, send: Callable[[Changes], bool]) -> None:
-        """Send what there is, as far as the proxy keeps up; after each turn of the control loop. `send` is False where
-        a frame cannot be sent now."""
+        """Send frames as long as the proxy keeps up; call it after each turn of the control loop. `send` returns False
+        if a frame cannot be sent now."""
         while self.is_behind and self._frame - self._come < WINDOW:
             if not self._frames and not self._fill():
                 return
@@ -91,7 +91,7 @@ class Follower:
             self._is_first = False
 
     def _fill(self) -> bool:
-        """Make frames of what has changed, and of a piece of what was there; False: there is nothing to tell."""
+        """Make frames of new changes, and of a piece of the feed; False: there is nothing to tell."""
         batches = self._events.since(self._seq)
         if batches is None:  # the proxy was too slow
             self._begin()
@@ -112,7 +112,7 @@ class Follower:
 
 
 def _packed(changes: Iterable[Change]) -> Iterator[list[Run]]:
-    """Runs of so many keys together that one message holds them."""
+    """Group changes into lists of runs that each fit into one message."""
     runs: list[Run] = []
     room = MAX_RUN_KEYS
     for change in changes:

@@ -1,11 +1,11 @@
-"""What came into which tier of a node and what went, in order, with numbers; and what is where now.
+"""The log of chunks that came into or left the tiers of a node, in numbered batches; and snapshots of what is where.
 
-Places are told by key. An arena in host memory is the tier `host`, one on a GPU the tier of that GPU's UUID; the tiers
+Changes are by key. An arena in host memory is the tier `host`, one on a GPU the tier of that GPU's UUID; the tiers
 below have the names of `pdx node --status`. A key is in a tier as long as all its shards are.
 
-What is told is the state at the end of a turn of the control loop, some milliseconds after the last: what came and went
-in between is told as gone. So it does no harm to hear of something twice, and who hears everything from some number on
-has what is there, whatever he thought before of the keys that he heard of.
+A batch gives the state at the end of a turn of the control loop, some milliseconds after the one before: a chunk that
+came and went in between is reported as removed. So it does no harm to apply a batch twice, and a reader that gets all
+batches from some number on has the right state of every key in them, whatever it knew before.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from pdx.telemetry.env import Env
 
 HOST = "host"
 RING_KEYS = 1 << 17  # in the batches that are kept: about 10 MB …
-RING_BATCHES = 4096  # … and so many of them: to tell of all at once takes 5 ms of the control loop
-PIECE_KEYS = 4096  # of a snapshot at a time: a millisecond of the control loop
-FIRST_SHIFT = 10  # of the milliseconds since 1970 in the first number
+RING_BATCHES = 4096  # … and how many of them: sending all at once takes 5 ms of the control loop
+PIECE_KEYS = 4096  # in a piece of a snapshot, which takes a millisecond of the control loop
+FIRST_SHIFT = 10  # by which the first number is the milliseconds since 1970 shifted left
 
 
 class Place(msgspec.Struct, frozen=True):
-    """What readers of events are told of a tier: vLLM's name of its medium, or its own name; and whether it is this
-    host's, None: not said."""
+    """A tier as readers of events see it: vLLM's name of its medium, or the tier's own; and whether it is this host's
+    (None: not said)."""
 
     medium: str
     locality: Literal["LOCAL", "REMOTE"] | None = None
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
-    """These keys came into a tier, or they are not there any more. `named`: the records of some of those, of
-    which other threads may read what they are to their engines: key, parent, blocks and block_tokens. Once `blocks` is
-    not empty, nothing of that changes any more."""
+    """Keys that came into a tier or left it. `named`: the records of some of them, of which other threads may read
+    key, parent, blocks and block_tokens; none of these changes any more once `blocks` is not empty."""
 
     tier: str
     is_stored: bool
@@ -51,7 +50,7 @@ class Change(msgspec.Struct, frozen=True, gc=False):
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
-    """The changes of one turn: what is stored before what is removed, so that a key that moves is never nowhere."""
+    """The changes of one turn: stored keys before removed ones, so that a key that moves is never in no tier."""
 
     seq: int
     ts: float  # seconds since 1970
@@ -66,10 +65,10 @@ _Told = dict[tuple[bool, str], list[bytes]]  # whether these keys are there now,
 
 
 class EventLog:
-    """Owned by the control loop. Until somebody follows it costs nothing, and knows nothing of what was before.
+    """The log. Owned by the control loop. Without followers it costs nothing and records nothing.
 
-    Numbers grow by one from batch to batch. The first one has the time in it, so that those of a node that starts again
-    are higher than all of its life before, and nobody takes them for what follows.
+    Numbers grow by one per batch. The first is made from the time, so that the numbers of a restarted node are higher
+    than all of its earlier life, and no reader takes its batches for the next ones of that life.
     """
 
     def __init__(
@@ -82,8 +81,8 @@ class EventLog:
         ring_keys: int = RING_KEYS,
         born_at: float | None = None,
     ) -> None:
-        """`arenas`: of each the GPU that it is on, or nothing. `born_at`: seconds since 1970, from which the clock of
-        `env` counts on; None: what the time is, the host says, whenever it is set."""
+        """`arenas`: the GPU of each, empty for host memory. `born_at`: seconds since 1970 from which the clock of `env`
+        counts on; None: use the host's time, even if it is set anew."""
         self._index = store.index
         self._tiers = tiers
         self._names = [gpu or HOST for gpu in arenas]
@@ -92,13 +91,13 @@ class EventLog:
         self._ring_keys = ring_keys
         self._clock_began_at = None if born_at is None else born_at - env.clock()
         self._is_on = False
-        self._followers: dict[object, bool] = {}  # whether it wants to know of names
+        self._followers: dict[object, bool] = {}  # whether it wants `Change.named`
         self._ring: deque[Batch] = deque()
         self._kept = 0  # keys in the ring
         self.seq = int(self._time() * 1000) << FIRST_SHIFT
 
     def places(self) -> dict[str, Place]:
-        """By tier, as vLLM tells them."""
+        """The places of all tiers, as vLLM names them."""
         memory = {name: Place("CPU" if name == HOST else "GPU", "LOCAL") for name in self._names}
         return memory | {t.name: Place("STORAGE", "REMOTE" if t.is_shared else "LOCAL") for t in self._below()}
 
@@ -109,17 +108,17 @@ class EventLog:
     # ---- who follows ------------------------------------------------------------------------
 
     def follow(self, who: object, *, names: bool = False) -> None:
-        """`who` wants to know from now on, with `names` also what chunks are to their engines. Idempotent."""
+        """`who` follows changes from now on, with `names` also `Change.named`. Idempotent."""
         self._followers[who] = names
         if not self._is_on:
             self._is_on = True
-            self.seq += 1  # of what was before nobody knows
+            self.seq += 1  # changes before this were not recorded
             self._index.watch(is_on=True)
             for tier in self._below():
                 tier.changed = {}
 
     def leave(self, who: object) -> None:
-        """It does not. Idempotent."""
+        """`who` follows no more. Idempotent."""
         self._followers.pop(who, None)
         if self._is_on and not self._followers:
             self._is_on = False
@@ -137,11 +136,11 @@ class EventLog:
 
     @property
     def has_news(self) -> bool:
-        """Whether `turn` has something to tell, or might have."""
+        """Whether `turn` may have something to tell."""
         return bool(self._index.changed_keys or self._index.changed or any(tier.changed for tier in self._below()))
 
     def turn(self) -> Batch | None:
-        """What has changed since the last turn; to be called at the end of one, if not of each."""
+        """The changes since the last call; call it at the end of a turn, not necessarily of each."""
         if not self._is_on:
             return None
         told: _Told = {}
@@ -162,7 +161,7 @@ class EventLog:
     def _add(self, changes: Sequence[Change]) -> Batch:
         self.seq += 1
         batch = Batch(self.seq, self._time(), changes)
-        kept = [Change(each.tier, each.is_stored, each.keys) for each in changes]  # records are not kept from going
+        kept = [Change(each.tier, each.is_stored, each.keys) for each in changes]  # keeps no records alive
         self._ring.append(Batch(self.seq, batch.ts, kept))
         count = batch.count
         self._kept += count
@@ -172,7 +171,7 @@ class EventLog:
         return batch
 
     def _of_one_arena(self, keys: Sequence[bytes], told: _Told, named: dict[str, list[Chunk]]) -> None:
-        """As `_of_arenas`, where the index has sorted out what was never whole."""
+        """As `_of_arenas`, for one arena, where the index has left out chunks that were never whole."""
         whole, name = self._index.whole, self._names[0]
         here = [key for key in keys if key in whole]
         if here:
@@ -183,8 +182,8 @@ class EventLog:
             told[False, name] = [key for key in keys if key not in whole]
 
     def _of_arenas(self, changed: Sequence[Chunk], told: _Told, named: dict[str, list[Chunk]]) -> None:
-        """A tail without names is found by nobody but its transfer, and never told of; nor is a chunk that has never
-        been whole."""
+        """Collect changes in arenas. A tail without names, which only its transfer can find, is never reported, nor is
+        a chunk that was never whole."""
         sealed = State.SEALED
         wants_names = any(self._followers.values())
         places: dict[tuple[bytes, tuple[int, ...]], list[Chunk]] = {}
@@ -203,16 +202,16 @@ class EventLog:
     # ---- what is there ----------------------------------------------------------------------
 
     def since(self, seq: int) -> list[Batch] | None:
-        """All batches behind this number; None: they are not kept any more, or it is a number of another life."""
+        """All batches after this number; None: they are not kept any more, or it is a number of another life."""
         if not self._is_on or seq > self.seq or seq < self.seq - len(self._ring):
             return None
         return [self._ring[-back] for back in range(self.seq - seq, 0, -1)]
 
     def snapshot(self) -> Iterator[list[Change]]:
-        """What is where, in pieces, each as it is when it is asked for. Who takes them all, and meanwhile and
-        afterwards what `turn` says, each as soon as it is told, has what is there.
+        """The contents of all tiers, in pieces, each as of when it is taken. A reader that takes them all, and applies
+        the batches of `turn` meanwhile and afterwards as they come, has the right state.
 
-        To begin costs a list of all keys: about 20 ms of the control loop for a million.
+        The first piece costs a list of all keys: about 20 ms of the control loop for a million.
         """
         todo: list[tuple[Tier | None, list[bytes]]] = [(None, self._index.keys())]
         todo += [(tier, tier.keys()) for tier in self._below()]
@@ -238,7 +237,7 @@ class EventLog:
 
 
 def _changes(told: _Told, named: dict[str, list[Chunk]]) -> list[Change]:
-    """What is stored first."""
+    """The changes, stored keys first."""
     return [
         Change(tier, is_stored, keys, named.get(tier, ()) if is_stored else ())
         for (is_stored, tier), keys in sorted(told.items(), key=lambda each: not each[0][0])

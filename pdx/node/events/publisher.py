@@ -1,14 +1,14 @@
-"""Publishes what changes in a node as events of blocks, in vLLM's form (`pdx.wire.kv_events`).
+"""Publishes changes in a node as events of blocks, in vLLM's form (`pdx.wire.kv_events`).
 
-One thread owns the sockets and the record of blocks. The control loop hands it batches, and never waits for it. A
-subscriber that does not keep up loses events, as ZMQ's PUB does it; he sees that by the numbers and asks for what he
-lacks at the other socket. What is not kept any more is answered by one batch that begins with `AllBlocksCleared` and
-goes on with all that is there: it has the number of the last event that is in it.
+One thread owns the sockets and the record of blocks. The control loop hands it batches and never waits for it. A
+subscriber that does not keep up loses events, as with ZMQ's PUB; it notices by the numbers and requests the missing
+ones at the replay socket. If they are not kept any more, the answer is one batch that begins with `AllBlocksCleared`
+and goes on with all that is there, under the number of the last event that it includes.
 
-Nothing is encoded or kept for replay as long as nobody subscribes.
+Without subscribers nothing is encoded or kept for replay.
 
-A Unix socket is this user's alone, and a port of the loopback is open to every user of this host. Beyond this host
-readers need a key that the roster lets in; or nobody needs one, where that was said.
+A Unix socket is this user's alone; a port of the loopback is open to every user of this host. Beyond this host readers
+need a key that the roster admits, unless the publisher is configured to be open.
 """
 
 from __future__ import annotations
@@ -47,40 +47,40 @@ from pdx.wire.kv_events import (
 
 log = logging.getLogger("pdx.node")
 
-MAX_KEPT = 10_000  # batches for replay, as vLLM keeps …
+MAX_KEPT = 10_000  # batches kept for replay, as many as vLLM keeps …
 MAX_KEPT_BYTES = 64 << 20  # … and their bytes
-MAX_QUEUED = 4096  # batches that the thread has not taken; then it begins anew with what is there
-MAX_REPLAYS = 64  # under way
-REPLAY_S = 10.0  # a replay that nobody reads ends
-LARGE_BYTES = 64 << 10  # of a message of which ZMQ is given no copy, and no other before it is on its way
+MAX_QUEUED = 4096  # batches that the thread has not taken; with more it begins anew from a snapshot
+MAX_REPLAYS = 64  # in progress
+REPLAY_S = 10.0  # after which a replay that its reader does not read ends
+LARGE_BYTES = 64 << 10  # of a message that ZMQ sends without a copy, and a client gets only one at a time
 MAX_UNREAD_BYTES = 128 << 20  # of such messages, each counted once: beyond that no snapshot is made
-_SNAPSHOT_SHARE = 0.2  # of the thread's time that goes into snapshots
+_SNAPSHOT_SHARE = 0.2  # of the thread's time, for snapshots
 _PIECES_AHEAD = 4
-_BURST = 64  # of what came in, at a time
+_BURST = 64  # incoming messages taken at a time
 _SOON_MS, _LATER_MS = 5, 1000
 _JOIN_S = 5.0
-HIGH_WATER = 1000  # messages that a subscriber may leave unread: of a minute …
-REPLAY_HIGH_WATER = 16  # … and of a replay; of large ones one, see `Publisher`
-_MAX_BYTES = 1024  # of what comes in: topics and numbers …
-# … and of all that one connection sends: ZMQ keeps each topic, in thirty times its bytes and without any bound.
+HIGH_WATER = 1000  # messages that a subscriber may leave unread: a minute's …
+REPLAY_HIGH_WATER = 16  # … and in a replay; of large ones only one, see `LARGE_BYTES`
+_MAX_BYTES = 1024  # of an incoming message, a topic or a number …
+# … and of all that one connection sends: ZMQ keeps each topic, in thirty times its bytes and without a limit.
 _MOST_BYTES, _REPLAY_MOST_BYTES = 8 << 10, 64 << 10
 
 
 class _Replay(msgspec.Struct):
-    """What one reader has asked for: from which number on. `frames` is None until it is answered."""
+    """One reader's request for events from number `start` on. `frames` is None until the answer begins."""
 
     start: int
-    since: float  # when something was last sent
+    since: float  # when a message was last sent
     frames: Iterator[list[bytes]] | None = None
-    frame: list[bytes] = []  # to be sent next
+    frame: list[bytes] = []  # to send next
 
 
-# What was there when the publisher began: what was told before is void; all of it has been told.
+# Marks around a snapshot's pieces in the queue: all earlier state is void; the snapshot is complete.
 _Feed = Literal["begins", "whole"]
 
 
 class Publisher:
-    """Listens from construction to `close`. `put`, `turn` and `close` are for the control loop."""
+    """The publisher, open from construction to `close`. `put`, `turn` and `close` are for the control loop."""
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class Publisher:
         max_kept: int = MAX_KEPT,
         max_queued: int = MAX_QUEUED,
     ) -> None:
-        """`replay`: where what was missed is asked for; empty: nowhere. `as_bytes`, `places`: see `Blocks`. `readers`:
-        on other hosts; None: nobody.
+        """`replay`: the address where missed events are requested; empty: none. `as_bytes`, `places`: see `Blocks`.
+        `readers`: who may read from other hosts; None: nobody.
 
-        :raises ConfigError: an address is none, or cannot be had, or is beyond this host, where there are no keys.
+        :raises ConfigError: an address is invalid, cannot be bound, or is beyond this host without keys.
         """
-        # The thread's alone: events_seq, events_published, events_replayed (batches), events_snapshots (answers).
+        # Only the thread changes: events_seq, events_published, events_replayed (batches), events_snapshots (answers).
         self.counts = events.env.counters
         self._events = events
         self._blocks = Blocks(places, as_bytes=as_bytes)
@@ -109,13 +109,13 @@ class Publisher:
         self._kept_bytes = 0
         self._subscribed: set[bytes] = set()
         self._replays: dict[bytes, _Replay] = {}  # by connection
-        self._unread: dict[bytes, tuple[zmq.MessageTracker, bytes]] = {}  # the large message that each is being sent
-        self._whole: tuple[int, bytes] = (-1, b"")  # the last snapshot, and its number …
-        self._whole_from = 0.0  # … when there may be another one …
-        self._whole_until = 0.0  # … and until when it is kept for others
+        self._unread: dict[bytes, tuple[zmq.MessageTracker, bytes]] = {}  # by client, the large message being sent
+        self._whole: tuple[int, bytes] = (-1, b"")  # the last snapshot, with its number …
+        self._whole_from = 0.0  # … when the next one may be made …
+        self._whole_until = 0.0  # … and until when it is kept for other readers
         self._max_queued = max_queued
         self._queue: deque[Batch | list[Change] | _Feed] = deque()
-        self._is_asleep = False  # the thread looks for nothing until it is woken
+        self._is_asleep = False  # the thread does not look at the queue until it is woken
         self._is_whole = False
         self._feed: Iterator[list[Change]] | None = None
         self._is_closing = False
@@ -134,14 +134,14 @@ class Publisher:
     # ---- the control loop -------------------------------------------------------------------
 
     def put(self, batch: Batch) -> None:
-        """Have this published. Returns at once."""
+        """Have a batch published. Returns at once."""
         if len(self._queue) >= self._max_queued:
             self._begin_anew()
         self._queue.append(batch)
         self._wake_up()
 
     def turn(self) -> None:
-        """After each turn of the control loop: hand over a piece of what was there when it began."""
+        """After each turn of the control loop: hand over the next piece of the snapshot, if there is one."""
         if self._feed is not None and len(self._queue) < _PIECES_AHEAD:
             piece = next(self._feed, None)
             if piece is None:
@@ -155,14 +155,14 @@ class Publisher:
         self._feed = self._events.snapshot()
 
     def _wake_up(self) -> None:
-        """Where the thread sleeps: a system call lets it have the interpreter, which the loop then has to wait for."""
+        """Wake the thread, only if it sleeps: a system call would give it the GIL, for which the loop then waits."""
         if self._is_asleep:
             self._is_asleep = False
             os.eventfd_write(self._wake, 1)
 
     @property
     def seq(self) -> int:
-        """The number of the last batch that was taken in."""
+        """The number of the last batch taken in."""
         return self.counts["events_seq"]
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Publisher:
         is_busy = False
         while not self._is_closing:
             try:
-                self._is_asleep = not is_busy  # more comes soon where some has come, and is looked for without a call
+                self._is_asleep = not is_busy  # after a batch more come soon: poll for them, no wake-up needed
                 poller.poll(_SOON_MS if is_busy or self._queue or self._replays else _LATER_MS)
                 self._is_asleep = False
                 is_busy = self._once()
@@ -194,7 +194,7 @@ class Publisher:
                 time.sleep(0.1)
 
     def _once(self) -> bool:
-        """Whether there was a batch."""
+        """One round of the thread; returns whether there was a batch."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         self.sockets.heed()
@@ -228,7 +228,7 @@ class Publisher:
                 self._blocks.begin()
             else:
                 self._blocks.end()
-            self._forget_kept()  # there is more than these told of
+            self._forget_kept()  # the snapshot has changes that are not in these batches
         elif isinstance(item, Batch):
             events = self._blocks.apply(item.changes)
             self._publish(item.seq, item.ts, events)
@@ -259,18 +259,18 @@ class Publisher:
     def _hear_replays(self) -> None:
         router = self.sockets.router
         if router is None or not self._is_whole:
-            return  # who asks now would not get all
+            return  # an answer would be incomplete now
         with contextlib.suppress(zmq.Again):
             for _ in range(_BURST):
                 client, *rest = router.recv_multipart(zmq.NOBLOCK)
                 if len(rest) == 2 and not rest[0] and len(rest[1]) == SEQ_BYTES:
-                    self._replays.pop(client, None)  # he has given up the one before
+                    self._replays.pop(client, None)  # replaces the client's previous request
                     if len(self._replays) < MAX_REPLAYS:
                         self._replays[client] = _Replay(int.from_bytes(rest[1], "big"), time.monotonic())
 
     def _answer(self, start: int) -> Iterator[list[bytes]] | None:
-        """All messages from number `start` on. Who has heard higher numbers has heard them of a life before, and gets
-        what is there now, too. None: that cannot be told yet."""
+        """All messages from number `start` on, or a snapshot if they are not kept, or if the reader has heard higher
+        numbers, from a life before this one. None: not possible yet."""
         if start != self.seq + 1 and not (self._kept and self._kept[0][0] <= start <= self.seq):
             payload = self._snapshot()
             if payload is None:
@@ -287,8 +287,8 @@ class Publisher:
         yield [b"", END_SEQ, b""]
 
     def _snapshot(self) -> bytes | None:
-        """What is there: made once for all who ask before it changes. None: not now, because readers take too long with
-        those before, or the thread does little else."""
+        """A snapshot, made once for all readers that ask before it changes. None: not now, because earlier ones are
+        still unread, or they take too much of the thread's time."""
         began = time.monotonic()
         if self._whole[0] != self.seq:
             unread = {id(payload): len(payload) for _, payload in self._unread.values()}
@@ -301,18 +301,18 @@ class Publisher:
         return self._whole[1]
 
     def _encoded(self) -> bytes:
-        """What is there, as one batch: encoded piece by piece, so that the control loop has its turn in between."""
+        """All that is there as one batch, encoded piece by piece so that the control loop gets the GIL in between."""
         pieces, count = [encode_events([AllBlocksCleared()])], 1
         for events in self._blocks.everything():
             pieces.append(encode_events(events))
             count += len(events)
             time.sleep(0)
-            if self._is_closing:  # nobody gets it any more
+            if self._is_closing:  # it will not be sent
                 break
         return encode_whole(time.time(), pieces, count)
 
     def _go_on(self, client: bytes) -> None:
-        """Send as much of a replay as its reader takes."""
+        """Send as much of a replay as its reader accepts now."""
         replay = self._replays[client]
         try:
             while not self._is_behind(client):
@@ -326,7 +326,7 @@ class Publisher:
                 replay.frame = next(replay.frames)
         except zmq.Again:
             pass
-        except (StopIteration, zmq.ZMQError):  # it is over, or nobody is there any more
+        except (StopIteration, zmq.ZMQError):  # the replay is over, or its reader is gone
             del self._replays[client]
             return
         if time.monotonic() - replay.since > REPLAY_S:
@@ -338,7 +338,7 @@ class Publisher:
         return client in self._unread
 
     def _send(self, client: bytes, frame: list[bytes]) -> None:
-        """:raises zmq.ZMQError: its reader takes no more now (`Again`), or is gone."""
+        """:raises zmq.ZMQError: the reader accepts no more now (`Again`), or is gone."""
         router = self.sockets.router
         assert router is not None
         parts = [client, b"", *frame]
@@ -351,8 +351,8 @@ class Publisher:
 
 
 class Readers(msgspec.Struct, frozen=True):
-    """Who may read beyond this host: who has a public key that is one of `listeners`, asked on the publisher's thread,
-    while the node proves its `own`; or, where it `is_open`, whoever gets there. A connection has `handshake_s`."""
+    """Who may read from other hosts: readers with a public key in `listeners`, which is called on the publisher's
+    thread, while the node proves its `own` key; or all, if `is_open`. A handshake may take `handshake_s`."""
 
     own: KeyPair | None = None
     listeners: Callable[[], frozenset[str]] = frozenset
@@ -364,12 +364,12 @@ class Readers(msgspec.Struct, frozen=True):
 
 
 class EventSockets:
-    """Open from construction to `close`. Made on one thread, used on another one."""
+    """The publisher's sockets, open from construction to `close`. Made on one thread, used on another."""
 
     def __init__(self, address: str, replay: str, readers: Readers, counters: Counter[str]) -> None:
         """`replay`: see `Publisher`; empty: there is no such socket.
 
-        :raises ConfigError: an address is none, or cannot be had, or is beyond this host, where there are no keys.
+        :raises ConfigError: an address is invalid, cannot be bound, or is beyond this host without keys.
         """
         self._readers = readers
         self._counters = counters
@@ -395,13 +395,13 @@ class EventSockets:
 
     @property
     def all(self) -> list[zmq.Socket[bytes]]:
-        """Those to be polled."""
+        """The sockets to poll."""
         both = (self.router, self._gate.socket if self._gate is not None else None)
         return [self.pub, *(each for each in both if each is not None)]
 
     def heed(self) -> None:
-        """Let in who may, and end the connections where somebody may not any more: who still may dials again, and asks
-        for what it has missed."""
+        """Admit readers. If one is no longer admitted, drop all connections: those that still are dial again and
+        request what they missed."""
         if self._gate is None:
             return
         self._gate.answer()
@@ -419,7 +419,7 @@ class EventSockets:
     def _bind(
         self, socket: zmq.Socket[bytes], address: str, option: str, most_bytes: int, undo: contextlib.ExitStack
     ) -> str:
-        """Where it listens then. `most_bytes`: what a connection to a port may send in all."""
+        """Bind a socket; return its address. `most_bytes`: what one connection to a port may send in all."""
         for number, value in (
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, _MAX_BYTES),

@@ -1,11 +1,11 @@
-"""One connection between two nodes, which carries both directions: how it comes to stand, and when it is over.
+"""One connection between two nodes, for both directions: how it is set up, and how it ends.
 
-Either node may dial. Each is a session of the other from then on: it may write to the other's memory as far as it was
-welcomed. Hello says who dials; the welcome of the node that was dialled says who that is and where its memory may be
-written; the welcome of the node that dialled says the same of its own. No clock here, and no I/O but the socket's.
+Either node may dial. From then on each is a session of the other: it may write to the other's memory as far as it was
+welcomed. Hello identifies the node that dials; the dialled node's welcome identifies that node and says where its
+memory may be written; the dialling node's welcome then says the same. No clock here, and no I/O but the socket's.
 
-A connection is DIALING or NEW, then READY with a welcome, and CLOSED by any `Ending`. It never opens again: whoever
-dials next gets new tokens.
+A connection is DIALING or NEW, then READY with a welcome, and CLOSED by any `Ending`. It never opens again: the next
+one has new tokens.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from pdx.wire.messages import (
 )
 
 _MAX_NAMES = 4096
-_KEPT = 64  # ended epochs per name
+_KEPT = 64  # ended epochs kept per name
 
 
 class ConnectionState(StrEnum):
-    """How far a connection is."""
+    """The state of a connection."""
 
-    DIALING = "dialing"  # this node said hello
-    NEW = "new"  # the peer did, and was not welcomed yet
+    DIALING = "dialing"  # this node has sent its hello
+    NEW = "new"  # the peer has, and is not welcomed yet
     READY = "ready"
     CLOSED = "closed"
 
 
 class Ending(StrEnum):
-    """Why a connection is over, or never came about."""
+    """Why a connection ended, or was never set up."""
 
     TURN_DOWN = "turn down"
     BYE = "bye"  # the peer says that it writes no more
-    LOST = "lost"  # silent for too long, or its end failed: nobody knows whether the peer still writes
-    RESTARTED = "restarted"  # the peer is heard in another life, so the process of this one is dead
+    LOST = "lost"  # silent for too long, or it failed: the peer may still be writing
+    RESTARTED = "restarted"  # the peer has another epoch, so the process of this connection is dead
     LEAVE = "leave"  # this node writes no more
 
 
 class Rival(NamedTuple):
-    """A hello that waits, because this node has dialled the peer that said it."""
+    """A hello that waits because this node has dialled its sender."""
 
     arrival: Arrival
     seq: int
@@ -71,34 +71,34 @@ class Rival(NamedTuple):
 class PeerConnection:
     """A connection to one peer, and the session of that peer here. Owned by the control loop.
 
-    `number` and `token` are those of the session: the peer's chunks are written by that number, and `token` is the
-    secret by which it is known to the channels. `epoch`, `host` and `pid` are the peer's own word. `why`
-    says why the connection is not ready.
+    `number` and `token` belong to the session: `number` is the writer of the peer's chunks, and `token` the secret by
+    which channels know it. `epoch`, `host` and `pid` are as the peer claims. `why` says why the connection is not
+    ready.
     """
 
     def __init__(
         self, number: int, name: str, socket: zmq.Socket[bytes], route: bytes = b"", *, said: int = 0, now: float
     ) -> None:
-        """`route`: of a peer that dialled; a peer that was dialled has the socket for itself. `said`: how many messages
-        it was sent already."""
+        """`route`: of a peer that dialled; a dialled peer has the socket for itself. `said`: how many messages were
+        already sent to it."""
         self.number = number
         self.name = name
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.state = ConnectionState.NEW if route else ConnectionState.DIALING
         self.why = "" if route else "dialled"
-        self.why_before = ""  # that of the connection before it
+        self.why_before = ""  # `why` of the previous connection
         self.epoch = self.pid = 0
         self.host = ""
-        self.key = ""  # that the peer has proved to have; empty without CURVE
+        self.key = ""  # that the peer has proved; empty without CURVE
         self.address = ""  # where it was dialled; empty: the peer dialled
         self.socket = socket
         self.route = route
         self.heard_at = self.dialled_at = now  # on the clock of `Connections`
-        self.is_wanted = False  # something waited for it since it was dialled
+        self.is_wanted = False  # something has waited for it since it was dialled
         self.is_invited = False  # the peer has said where its memory may be written
-        self.has_welcomed = False  # this node has said so
-        self.is_silent = False  # it owes the answer to a question of `Lookups` that did not come in time
-        self.fault = ""  # sending failed: to be lost at the next tick
+        self.has_welcomed = False  # this node has said where its memory may be written
+        self.is_silent = False  # it has not answered a question of `Lookups` in time
+        self.fault = ""  # why sending failed; the connection is lost at the next tick
         self._said = said
         self._heard = 0
 
@@ -112,19 +112,19 @@ class PeerConnection:
 
     @property
     def source(self) -> str:
-        """Who makes a transfer known: the peer, however often it connects."""
+        """The source of transfers: the peer, which stays the same when it connects again."""
         return f"peer {self.name}"
 
     def send(self, body: PeerBody, about: int = 0) -> None:
-        """Say it, if the connection is ready. Never blocks; a peer that takes nothing more is lost at the next tick.
+        """Send a message if the connection is ready. Never blocks; a peer that takes no more is lost at the next tick.
 
-        `about`: the number of the question that this asks, or answers.
+        `about`: the number of the question that the message asks or answers.
         """
         if self.state is ConnectionState.READY:
             self.post(body, about)
 
     def welcome(self, welcome: Welcome) -> None:
-        """The peer may write where `Identity.welcome` says. Once; nothing happens if the peer has gone meanwhile."""
+        """Tell the peer where it may write. Only the first call counts; no-op if the peer has gone meanwhile."""
         if self.state in (ConnectionState.CLOSED, ConnectionState.DIALING) or self.has_welcomed:
             return
         self.has_welcomed = True
@@ -133,35 +133,35 @@ class PeerConnection:
         self.post(welcome)
 
     def is_dead_if(self, epoch: int, host: str) -> bool:
-        """Whether its process has ended if its name is heard in this life on this kernel. Without keys, a node of
-        another host may have been given the same name, and so may one of this host, where its process can be seen."""
+        """Whether its process must have ended when its name appears with this epoch on the kernel `host`. Without keys
+        another node may have taken the name: on another host, or on this one while the process is seen to run."""
         return epoch != self.epoch and (bool(self.key) or (host == self.host and not runs_here(host, self.pid)))
 
     # ---- for `Connections` ------------------------------------------------------------------
 
     def is_of(self, word: Hello | Welcome) -> None:
-        """The peer says who it is."""
+        """Note who the peer says it is."""
         self.epoch, self.host, self.pid = word.epoch, word.host, word.pid
 
     def stand(self) -> None:
-        """It is ready: the node that was dialled has said its welcome."""
+        """Become ready: the dialled node has sent its welcome."""
         assert self.state in (ConnectionState.DIALING, ConnectionState.NEW)
         self.state, self.why = ConnectionState.READY, ""
 
     def post(self, body: PeerBody, about: int = 0) -> None:
-        """Say it, whatever the state."""
+        """Send a message in any state."""
         if not self.fault:
             self._said += 1
             self.fault = post(self.socket, self.route, encode(PeerFrame(self._said, about, body)))
 
     def take(self, frame: PeerFrame) -> None:
-        """Number what was heard. :raises ProtocolError: this, or something later, was heard before."""
+        """Check a message's number. :raises ProtocolError: this message, or a later one, has come before."""
         if frame.seq <= self._heard:
             raise ProtocolError(f"message {frame.seq} was replayed; {self._heard} is the last")
         self._heard = frame.seq
 
     def end(self, ending: Ending, why: str) -> None:
-        """Close it, and tell the peer, unless the peer said so."""
+        """Close the connection, and tell the peer, unless the peer has ended it."""
         if ending is Ending.LEAVE or self.state is ConnectionState.DIALING:
             self.post(Bye())
         elif ending not in (Ending.BYE, Ending.RESTARTED):
@@ -169,24 +169,24 @@ class PeerConnection:
         self.close(why)
 
     def close(self, why: str) -> None:
-        """It is over; nothing is said."""
+        """Close the connection without a message."""
         assert self.state is not ConnectionState.CLOSED
         self.state, self.why = ConnectionState.CLOSED, why
 
 
 def key_after(before: PeerConnection | None, keys: Sequence[str]) -> str:
-    """Which of its keys a peer is to prove that is dialled: what it proved last, and another one where nobody has
-    answered by that."""
+    """The key that a dialled peer must prove: the one of its connection `before`, or another if no peer answered with
+    that."""
     if before is None or before.key not in keys:
         return keys[0]
     return next((key for key in keys if not before.epoch and key != before.key), before.key)
 
 
 class Epochs:
-    """Epochs by name. One that was followed by another of the same name has ended and never comes back. Bounded."""
+    """Epochs by name. An epoch that was followed by another of the same name has ended for good. Bounded."""
 
     def __init__(self) -> None:
-        # Those that ended, and the one that is alive behind them; in the order in which names were last heard of.
+        # By name, ended epochs and then the live one; names in the order in which they were last heard.
         self._known: OrderedDict[str, deque[int]] = OrderedDict()
 
     def is_over(self, name: str, epoch: int) -> bool:
@@ -195,14 +195,14 @@ class Epochs:
         return known is not None and epoch != known[-1] and epoch in known
 
     def begin(self, name: str, epoch: int) -> None:
-        """`name` is alive in this epoch: any other that it was in has ended."""
+        """Note that `name` is alive in this epoch, and its other epochs have ended."""
         known = remember(self._known, name, self._known.get(name) or deque(maxlen=_KEPT + 1), _MAX_NAMES)
         if not known or known[-1] != epoch:
             known.append(epoch)
 
 
 def welcome(own: Hello, regions: Sequence[RemoteRegion], probe: Slot | None) -> Welcome:
-    """The answer to a hello, and to that answer: who this is, and where it may be written."""
+    """The answer to a hello, and to that answer: who this node is, and where it may be written."""
     return Welcome(
         own.epoch,
         own.pid,
@@ -216,7 +216,7 @@ def welcome(own: Hello, regions: Sequence[RemoteRegion], probe: Slot | None) -> 
 
 
 def refusal(text: str) -> Refused:
-    """No, for this reason."""
+    """A refusal for this reason."""
     return Refused(PeerRefused.__name__, text[:1024])
 
 
@@ -225,10 +225,10 @@ def check_hello(
 ) -> list[str]:
     """The schemes to open for this peer, in our order of preference.
 
-    `authenticated`: the name that the roster gives the peer's CURVE key; None where sockets are this user's alone.
-    `is_over`: this epoch of the peer is known to be over, so the message is an old one.
+    `authenticated`: the name that the roster gives the peer's CURVE key; None if sockets are this user's alone.
+    `is_over`: this epoch of the peer is known to have ended, so the message is an old one.
 
-    :raises PeerRefused: no; the text is for the peer.
+    :raises PeerRefused: the peer is refused; the text is for the peer.
     """
     _check_version(hello.version)
     if authenticated is not None and hello.name != authenticated:
@@ -250,7 +250,7 @@ def check_hello(
 def check_welcome(own: Hello, expected: str, welcome: Welcome, without: Mapping[str, str]) -> list[str]:
     """The schemes that the peer opened and this node has, in our order of preference.
 
-    :raises PeerRefused: it is not the peer that was dialled, or it cannot be worked with.
+    :raises PeerRefused: it is not the peer that was dialled, or it is incompatible.
     """
     _check_version(welcome.version)
     if welcome.name != expected:

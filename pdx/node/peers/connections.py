@@ -1,13 +1,13 @@
-"""All connections of a node to its peers, one per peer: who is dialled, who is let in, which epoch of each is heard.
+"""All connections of a node to its peers, one per peer: which to dial, which to admit, which epoch of each is alive.
 
-One ROUTER that peers dial, one DEALER per peer that is dialled; with keys, all of them CURVE. Who may come in and who
-may be dialled is the roster's word; what is said once a connection stands is the handler's business. One thread, the
-control loop's, and nothing blocks; what was said last has LINGER_MS to leave while the context ends.
+One ROUTER that peers dial, one DEALER per dialled peer; with keys, all of them CURVE. The roster decides which peers
+may connect or be dialled; `Peers` handles the messages of ready connections. Everything runs on the control loop's
+thread, and nothing blocks; last messages have LINGER_MS to leave while the context ends.
 
-Two nodes may dial each other at the same time. Then the connection counts that the node with the lesser name dialled:
-the hello of the other one waits there as a rival. It is heard when that connection has failed, or is over: the peer may
-have ended it and dialled anew, and its two sockets are read in any order. If that connection is heard half the timeout
-later, the rival is refused.
+Two nodes may dial each other at the same time. Then the connection that the node with the lesser name dialled wins, and
+the other node's hello waits there as a rival. It is accepted when that connection fails or ends: the peer may have
+ended it and dialled anew, and its two sockets are read in any order. The rival is refused if that connection is still
+heard half the timeout later.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_SESSIONS = 1024  # peers that have dialled and are connected
-LINGER_MS = 200  # a socket that is closed may take so long to send what was said last
-_LAST_SEQ = (1 << 63) - 1  # of what is said to somebody without a session: nothing follows it
+MAX_SESSIONS = 1024  # connected peers that have dialled
+LINGER_MS = 200  # for a closed socket to send its last messages
+_LAST_SEQ = (1 << 63) - 1  # of a message to a node without a session, the last one it gets
 _HEARD = RIGHTS["peer"] | PEER_ANSWERS
 
 
@@ -65,12 +65,12 @@ class Connections:
         context: zmq.Context[zmq.Socket[bytes]] | None,
         poller: zmq.Poller | None,
     ) -> None:
-        """`node` says what it is (`identity`), and hears what becomes of connections: `greeted`, `invited`, `message`
-        and `over`. `numbers`: of sessions. `context`: of this node alone, because ZMQ has one ZAP socket per context;
-        `poller` decides when to call `serve`. Without them the node has no peers.
+        """`node` says what it is (`identity`), and is notified of connections: `greeted`, `invited`, `message` and
+        `over`. `numbers`: of sessions. `context`: this node's own, because ZMQ has one ZAP socket per context; the
+        owner of `poller` calls `serve`. Without them the node has no peers.
 
-        :raises ConfigError: an address, the keys or the roster are wrong, no peer would let this node in by its own
-            entry in the roster, or the address cannot be had.
+        :raises ConfigError: an address, the keys or the roster are wrong, no peer would admit this node by its own
+            entry in the roster, or the address cannot be bound.
         :raises NodeRunning: another node owns the address.
         """
         listen = listen_address(config)
@@ -79,20 +79,20 @@ class Connections:
         self._context, self._poller = context, poller or zmq.Poller()
         self._timeout_s, self._ping_s = config.peer_timeout_s, config.report_s
         self._own_key = OwnKey(config.keys, env.counters)
-        self.own = self._own_key.in_file  # what is proved here now, and is to be proved at other sockets, too
-        self._is_proved = True  # False: another key was to be, and that failed on its way
+        self.own = self._own_key.in_file  # the keys that this node proves here and at its other sockets
+        self._is_proved = True  # False: changing to a new key failed halfway
         self.roster = Roster(config.roster, has_keys=self.own is not None, counters=env.counters)
         self._discovery: Discovery | None = None
         if config.discover:
             from pdx.discovery.discovery import discovery  # it brings an HTTP client
 
             self._discovery = discovery(config.discover, env.counters, has_keys=self.own is not None)
-        # A node that was stopped, or starved, heard nobody; that is not the others' silence.
+        # While this node was stopped or starved it heard no peer, which does not make the peers silent.
         self._clock = WakingClock(self._timeout_s / 4, env.clock)
         self._now = self._next_ping = self._clock()
-        self._last: dict[str, PeerConnection] = {}  # by name: the one that counts, or the last that did
+        self._last: dict[str, PeerConnection] = {}  # by name: the present one, or the last there was
         self._by_route: dict[bytes, PeerConnection] = {}  # of peers that dialled
-        self._by_socket: dict[zmq.Socket[bytes], PeerConnection] = {}  # of peers that were dialled
+        self._by_socket: dict[zmq.Socket[bytes], PeerConnection] = {}  # of dialled peers
         self._rivals: dict[str, Rival] = {}
         self._epochs = Epochs()
         self._name = node_name(config)
@@ -121,7 +121,7 @@ class Connections:
 
     @property
     def address(self) -> str:
-        """Where peers reach this node; empty: nowhere."""
+        """The address at which peers reach this node; empty: none."""
         return self.roster.told(self._name, self._peer_socket.address) if self._peer_socket is not None else ""
 
     @property
@@ -131,7 +131,7 @@ class Connections:
 
     @property
     def public_key(self) -> str:
-        """This node's, empty without CURVE."""
+        """This node's public key; empty without CURVE."""
         return self.own.public if self.own is not None else ""
 
     @property
@@ -141,7 +141,7 @@ class Connections:
 
     @property
     def known(self) -> list[str]:
-        """The peers that are connected, and those that were dialled and are not, as long as the roster names them."""
+        """Connected peers, and those whose connection has ended, as long as the roster names them."""
         return list(self._last)
 
     def of(self, name: str) -> PeerConnection | None:
@@ -154,13 +154,13 @@ class Connections:
         return peer if peer is not None and peer.state is not ConnectionState.CLOSED else None
 
     def dial(self, name: str, *, is_wanted: bool = True) -> PeerConnection:
-        """The connection to that peer; if there is none, the peer is dialled now, and `invited` or `over` will follow.
+        """The connection to a peer; without one, the peer is dialled now, and `invited` or `over` will follow.
 
-        `is_wanted`: something waits for it. The first that does has the whole timeout for it, however long it was
-        dialled before for nobody; those after it share that time, or a dead peer would keep them all.
+        `is_wanted`: something waits for it. The first such call restarts the timeout, however long ago the peer was
+        dialled ahead of need; later ones do not, or a dead peer would keep all callers waiting.
 
-        :raises PeerUnknown: the roster does not name it, or it is this node itself.
-        :raises ConfigError: it has a key and this node has none, or the other way round.
+        :raises PeerUnknown: the roster does not name the peer, or it is this node itself.
+        :raises ConfigError: the peer has a key and this node has none, or the other way round.
         """
         if (peer := self._standing(name)) is not None:
             if peer.state is ConnectionState.DIALING and is_wanted and not peer.is_wanted:
@@ -181,35 +181,35 @@ class Connections:
         return peer
 
     def leave(self, peer: PeerConnection, refusal: str = "") -> None:
-        """End it: this node will write nothing more to that peer, so close the channels to it before. With a reason, a
-        peer that dialled is not welcome. Nothing happens if it is over already."""
+        """End a connection: this node writes no more to that peer, so close the channels to it before. `refusal`: why a
+        peer that dialled is turned down. No-op if the connection is over already."""
         if peer.state is not ConnectionState.CLOSED:
             self._close(peer, Ending.TURN_DOWN if refusal else Ending.LEAVE, refusal or "left")
             self._accept_rival(peer.name)
 
     def told(self, entries: list[PeerEntry]) -> None:
-        """What the proxy says of the nodes there are; believed as far as `pdx.security.roster` says."""
+        """Take in the proxy's list of nodes, trusted as far as `pdx.security.roster` says."""
         self.roster.believe(entries)
         self._forget_strangers()
 
     # ---- the loop ---------------------------------------------------------------------------
 
     def serve(self, socket: object) -> bool:
-        """Take what is waiting on a socket or a descriptor that can be read; False: it is none of ours."""
+        """Take in what waits on a readable socket or descriptor; False: it is not one of these."""
         if socket == self._listening.fd:
             self._heed()
             return True
         if not isinstance(socket, zmq.Socket):
             return False
         if socket.closed or self._listening.answer_zap(socket):
-            return True  # closed: by what was handled in this very turn
+            return True  # it may have been closed earlier in this turn
         if socket not in self._by_socket and socket not in self._listening.sockets:
             return False
         self._serve(socket)
         return True
 
     def tick(self) -> None:
-        """A few times a second: signs of life, silences, and whether the roster changed."""
+        """A few times a second: send pings, end silent connections, reread the roster."""
         self._now = self._clock()
         with self._env.faults.contain("the look at the roster"):
             if self.roster.refresh():
@@ -232,7 +232,7 @@ class Connections:
                 self._end_failed(peer)
 
     def _prove(self, own: KeyPair) -> None:
-        """Where this fails it is tried again at the next tick."""
+        """Change to this key; if that fails, it is retried at the next tick."""
         self._is_proved = False
         try:
             self._listening.prove(own, self._poller)
@@ -243,9 +243,9 @@ class Connections:
         log.info("new connections have the node's new key, %s", own.public)
 
     def close(self) -> None:
-        """Say bye to all and close the sockets. From before that nothing may be written to a peer any more.
+        """Say bye to all peers and close the sockets. All writing to peers must have ended before.
 
-        The handler is not called. Idempotent.
+        Does not call `Peers.over`. Idempotent.
         """
         self._rivals.clear()
         for peer in self.peers:
@@ -319,7 +319,7 @@ class Connections:
             self._lose(peer, Ending.TURN_DOWN, str(error))
             return
         peer.is_invited = True
-        if peer.state is ConnectionState.READY:  # it dialled, and says now where it may be written
+        if peer.state is ConnectionState.READY:  # it dialled, and now says where it may be written
             self._node.invited(peer, welcome, schemes)
             return
         peer.is_of(welcome)
@@ -329,18 +329,18 @@ class Connections:
         self._node.greeted(peer, schemes)
 
     def _hear_stranger(self, arrival: Arrival, frame: PeerFrame, said: int = 0) -> None:
-        """`said`: how many messages it was sent already."""
+        """Handle a message of a node without a session. `said`: how many messages were already sent to it."""
         hello = frame.body
         if isinstance(hello, Bye):
             return
         if not isinstance(hello, Hello) or hello.kind != "peer":
             self._turn_away(arrival.route, "say hello first")
             return
-        # A connection that is gone may leave a hello behind; it says nothing about who is alive now.
+        # A hello may outlive its connection, and then does not prove that its sender is alive.
         if self._listening.post(arrival.route, encode(PeerFrame(said + 1, 0, Ping()))):
             before = self._last.get(hello.name)
             if before is not None and before.is_dialled and before.epoch in (0, hello.epoch):
-                return  # it dialled while this node did, and has given that up
+                return  # both nodes dialled, and the peer has given up its attempt
             raise ProtocolError(f"the hello of {hello.name[:80]!r} outlived its connection")
         try:
             schemes = self._admit(arrival.key, hello)
@@ -356,7 +356,7 @@ class Connections:
                 return
             if before.state is ConnectionState.DIALING:
                 self._replace(before)
-            else:  # the same life, which lost its connection before this side noticed
+            else:  # the same process, which lost its connection before this side noticed
                 self._lose(before, Ending.LOST, "it dialled anew")
         self._open(arrival, frame.seq, hello, schemes, said + 1)
 
@@ -376,7 +376,7 @@ class Connections:
         return peer
 
     def _admit(self, key: str, hello: Hello) -> list[str]:
-        """The schemes to open for a peer. :raises PeerRefused: it is not let in."""
+        """The schemes to open for a peer. :raises PeerRefused: it is not admitted."""
         authenticated = (self.roster.name_of(key) or "nobody in the roster") if self.own is not None else None
         is_over = self._epochs.is_over(hello.name, hello.epoch)
         schemes = check_hello(
@@ -398,19 +398,19 @@ class Connections:
     # ---- two that dial each other -----------------------------------------------------------
 
     def _replace(self, dialled: PeerConnection) -> None:
-        """The peer's own dialling counts, and what waits for this node's waits for that."""
+        """Drop this node's dialling in favor of the peer's; callers wait for that connection instead."""
         dialled.close("the peer dialled, too")
         self._forget(dialled)
 
     def _refuse_rival(self, name: str) -> None:
-        """The peer is heard by the connection that stands: its own dialling, if that was long ago, is of no use."""
+        """Refuse a peer's old rival hello, as the peer is heard over the present connection."""
         rival = self._rivals.get(name)
         if rival is not None and self._now - rival.came_at > self._timeout_s / 2:
             del self._rivals[name]
             self._refuse(rival.arrival.route, "connected already")
 
     def _accept_rival(self, name: str) -> bool:
-        """What this node dialled is over, or too slow: the peer's hello, if one waits, is heard now."""
+        """Handle the peer's waiting hello, if any, as this node's dialling is over or too slow; return if it worked."""
         rival = self._rivals.pop(name, None)
         if rival is None:
             return False
@@ -423,8 +423,8 @@ class Connections:
     # ---- how they end -----------------------------------------------------------------------
 
     def _begin_life(self, name: str, epoch: int, host: str) -> None:
-        """`name` was heard in this life on this kernel: its connection in another one is over, and its process dead,
-        unless names are not proved by keys and it may run all the same (`PeerConnection.is_dead_if`)."""
+        """Note that `name` is alive in this epoch on the kernel `host`: its connection of another epoch is over, and
+        its process dead, unless keys do not prove names and it may still run (`PeerConnection.is_dead_if`)."""
         self._epochs.begin(name, epoch)
         peer = self._last.get(name)
         if peer is None or peer.epoch == epoch or peer.state in (ConnectionState.CLOSED, ConnectionState.DIALING):
@@ -440,10 +440,10 @@ class Connections:
         is_dialing, address = peer.state is ConnectionState.DIALING, self.roster.address_of(peer.name)
         if not self.roster.is_named(peer.name, peer.key, peer.address):
             self._lose(peer, Ending.LOST, "the roster has changed")
-        elif is_dialing and address not in ("", peer.address):  # who has not answered is not waited for where it was
+        elif is_dialing and address not in ("", peer.address):  # waiting at the old address is in vain
             self._lose(peer, Ending.LOST, "it was found elsewhere")
         elif is_dialing and peer.name in self._rivals and self._now - peer.dialled_at > self._timeout_s / 2:
-            self._replace(peer)  # the peer reaches this node, and this node seems not to reach the peer
+            self._replace(peer)  # the peer reaches this node, but not the other way round
             if not self._accept_rival(peer.name):
                 self._node.over(peer, Ending.LOST, "nothing was heard, and its own dialling has ended")
         elif peer.fault:
@@ -459,7 +459,7 @@ class Connections:
     def _lose(self, peer: PeerConnection, step: Ending, why: str) -> None:
         was_ready = peer.state is ConnectionState.READY
         self._close(peer, step, why)
-        # A peer that is not there is dialled again and again: said once.
+        # A missing peer is dialled again and again: log it once.
         is_news = was_ready or why != peer.why_before
         level = logging.INFO if step is Ending.BYE else logging.WARNING if is_news else logging.DEBUG
         text = "is lost" if was_ready else "did not come about"
@@ -482,16 +482,16 @@ class Connections:
         else:
             del self._by_route[peer.route]
             if self._last[peer.name] is peer and not self.roster.address_of(peer.name):
-                del self._last[peer.name]  # names that nobody has asked for are not kept
+                del self._last[peer.name]  # this node cannot dial it, so its name is not kept
 
     def _end_failed(self, peer: PeerConnection | None) -> None:
-        """What was done for this peer ended in an internal error: its connection ends, too."""
+        """End a peer's connection after an internal error."""
         if peer is not None and peer.state is not ConnectionState.CLOSED:
             with self._env.faults.contain("the end of a connection"):
                 self._lose(peer, Ending.LOST, "an internal error")
 
     def _forget_strangers(self) -> None:
-        """Names that the roster has no longer, and that are not connected, are not kept: hosts may come and go."""
+        """Forget names that are neither in the roster any more nor connected: hosts may come and go."""
         names = set(self.roster.names)
         for name in self._last.keys() - names:
             if self._last[name].state is ConnectionState.CLOSED:

@@ -1,6 +1,6 @@
-"""What this node has asked peers for: a fetch is a push that its receiver starts. No sockets here.
+"""This node's requests to peers for chunks: a fetch is a push that its receiver asked for. No sockets here.
 
-What a peer would send later than it is computed is not asked for, by the rate of what it has sent lately.
+Chunks are not requested if, by the peer's recent rate, it would take longer to send them than to compute them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pdx.telemetry.env import Env
 from pdx.telemetry.rate import Rate
 from pdx.wire.messages import Admit, Push
 
-KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody asks it again at every step
+KEPT_S = 2.0  # how long a fetch that is over is remembered, so that it is not repeated at every step
 
 
 class Fetch(msgspec.Struct, eq=False):
-    """One question to one peer. `name`: the last key asked for, which the hash chain makes name all before it."""
+    """One request to one peer. `name`: the last key sought, which by the hash chain implies all keys before it."""
 
     number: int
     source: str
@@ -34,13 +34,13 @@ class Fetch(msgspec.Struct, eq=False):
     push: Push
     since: float
     deadline: float
-    is_sent: bool = False  # else the peer is still dialled
+    is_sent: bool = False  # False: the peer is still being dialled
     is_over: bool = False
 
 
 class Fetches:
-    """All questions to all peers. Owned by the control loop; the clock is a parameter. Each call costs what it changes,
-    or how many questions that are not over were put to the peer that it names."""
+    """All fetches from all peers. Owned by the control loop; the clock is a parameter. A call costs as much as what it
+    changes, or as the pending fetches from the peer that it names."""
 
     def __init__(self, connections: Connections, fetch_s: float, env: Env) -> None:
         self._connections = connections
@@ -49,7 +49,7 @@ class Fetches:
         self._news = env.news
         self._numbers = itertools.count(1)
         self._fetches: dict[tuple[str, bytes], Fetch] = {}
-        # Those that are not over: by number, of each peer, and of each peer's transfers.
+        # Pending fetches: by number, by peer, and by a peer's transfer.
         self._asked: dict[int, Fetch] = {}
         self._of_peer: Groups[str, Fetch] = Groups()
         self._of_transfer: Groups[tuple[str, str], Fetch] = Groups()
@@ -64,14 +64,14 @@ class Fetches:
     def is_waiting(
         self, ask: Admit, hits: int, now: float, computing: Computing = UNKNOWN, keys: Sequence[bytes] = ()
     ) -> bool:
-        """Whether the keys behind the first `hits` may still come from `ask.source`; asks it, the first time. `keys`:
-        of several cache groups, the ones that are meant; without a transfer the peer is asked for the longest part of
+        """Whether the keys after the first `hits` may still come from `ask.source`, which is asked the first time.
+        `keys`: with several cache groups, the keys wanted; without a transfer the peer is asked for the longest part of
         the prompt that it has.
 
-        What would come later than `computing` it takes is not asked for, unless a transfer brings it: it is computed
-        there.
+        Chunks that would come later than `computing` them takes are not requested, unless a transfer brings them: then
+        they are being computed there.
 
-        :raises PeerUnknown, ConfigError: it cannot be asked.
+        :raises PeerUnknown, ConfigError: the peer cannot be asked.
         """
         name = ask.last_sought
         fetch = self._fetches.get((ask.source, name))
@@ -93,15 +93,15 @@ class Fetches:
         return not fetch.is_over and now < fetch.deadline
 
     def takes_s(self, name: str, count: int) -> float:
-        """Seconds until so many chunks of a peer are here, behind those that were asked for; 0: not known."""
+        """Seconds until so many chunks of a peer are here, after those already requested; 0: unknown."""
         coming = sum(len(fetch.push.keys) for fetch in self._of_peer.of(name) if not fetch.push.transfer)
         rate = self._rates.get(name, Rate())
         return paying.takes_s(rate, (coming + count) * self._chunk_bytes[name])
 
     def _is_due(self, name: str, now: float) -> bool:
-        """Whether one request shall wait for a peer that seems slower than computing: else nobody would learn that it
-        is faster by now. A look that asks for less than a prompt would bring nothing: the prompt's chunks are reserved
-        for the engine that computes it. Then it is noted as tried: some tries measure nothing."""
+        """Whether to try a peer that seems slower than computing, which may have become faster. The try is a whole
+        request that waits: probing beside it would bring nothing, as the prompt's chunks are reserved for the engine
+        that computes it. Tries are noted, because some measure nothing."""
         is_due = now - max(self._rates[name].end_ns / 1e9, self._tried_at.get(name, -math.inf)) >= paying.PROBE_S
         if is_due:
             self._tried_at[name] = now
@@ -119,7 +119,7 @@ class Fetches:
         return fetch
 
     def ready(self, peer: PeerConnection) -> None:
-        """Ask what waited for the connection."""
+        """Send the fetches that waited for the connection."""
         for fetch in self._of_peer.of(peer.name):
             self._send(fetch, peer)
 
@@ -129,16 +129,16 @@ class Fetches:
             peer.send(fetch.push, fetch.number)
 
     def answered(self, peer: PeerConnection, number: int, count: int, now: float) -> None:
-        """So many chunks come from the peer, it says; it may take a promise back."""
+        """Note the peer's answer, that `count` chunks come; with 0 it also takes back a promise."""
         fetch = self._asked.get(number)
         if fetch is not None and fetch.source == peer.name and not count:
             self._end(fetch, now)
 
     def over(self, name: str, number: int, transfer: str | None, now: float) -> None:
-        """A push from this peer has ended, whatever way: it answered this question, or it was the transfer's.
+        """Note that a push from this peer has ended in whatever way: the push of this fetch, or of the transfer.
 
-        Another push of its transfer may have ended before the question came, or have brought none of what that is
-        about: what is missing then is asked for again.
+        Another push of the transfer may have ended before the request came, or have brought none of its chunks: then
+        missing ones are requested again.
         """
         ended = self._of_transfer.of((name, transfer)) if transfer is not None else []
         asked = self._asked.get(number)
@@ -148,8 +148,7 @@ class Fetches:
             self._end(fetch, now, is_kept=fetch is asked)
 
     def landed(self, name: str, chunk_bytes: int, nbytes: int, since: float, now: float) -> None:
-        """So many bytes have come in answer to a question, from when there was room for them. `chunk_bytes`: of all
-        shards."""
+        """Note that a fetch has brought `nbytes`, with room for them `since` then. `chunk_bytes`: all shards of one."""
         self._chunk_bytes[name] = chunk_bytes
         self._measure(name, nbytes, since, now)
 
@@ -157,21 +156,21 @@ class Fetches:
         self._rates[name].moved(nbytes, int(since * 1e9), int(now * 1e9))
 
     def forget(self, known: Container[str]) -> None:
-        """Peers of other names than these are not there any more."""
+        """Forget peers whose names are not in `known` and from which no fetch is pending."""
         for name in [name for name in self._rates if name not in known and not self._of_peer.count(name)]:
             del self._rates[name], self._chunk_bytes[name]
             self._tried_at.pop(name, None)
 
     def lost(self, name: str, now: float) -> None:
-        """The peer is gone."""
+        """End all fetches from a peer that is gone."""
         for fetch in self._of_peer.of(name):
             self._end(fetch, now)
 
     def tick(self, now: float, room_since: Callable[[str, int], float] = lambda name, number: 0.0) -> int:
-        """Forget what is long over; returns how many questions ended by their deadline.
+        """End late fetches and forget old ones; return how many were late.
 
-        `room_since`: since when there has been room here for what a peer brings in answer to a question; `now`: there
-        is none yet; 0: the peer has not asked for any.
+        `room_since`: since when there has been room here for a peer's push in answer to a fetch; `now`: there is none
+        yet; 0: the peer has not asked for room.
         """
         late = 0
         for fetch in self._deadlines.take(now):
@@ -179,7 +178,7 @@ class Fetches:
                 del self._fetches[fetch.source, fetch.name]
             else:
                 late += 1
-                if fetch.push.transfer is None and fetch.is_sent:  # of a transfer, chunks come as they are computed
+                if fetch.push.transfer is None and fetch.is_sent:  # a transfer's chunks come as they are computed
                     since = max(fetch.since, room_since(fetch.source, fetch.number))
                     if since < now:  # else this node kept its peer waiting
                         self._measure(fetch.source, 0, since, now)
@@ -187,7 +186,7 @@ class Fetches:
         return late
 
     def _end(self, fetch: Fetch, now: float, *, is_kept: bool = True) -> None:
-        """:param is_kept: nobody shall ask for the same again at once."""
+        """:param is_kept: whether to remember it, so that it is not repeated at once."""
         fetch.is_over = True
         self._deadlines.discard(fetch, fetch.deadline)
         if is_kept:

@@ -1,4 +1,4 @@
-"""One push from a peer to this node: what was asked for, who may write where, and when that is over.
+"""One push from a peer to this node: the offer, the chunks that the peer may write, and the states until its end.
 
     QUEUED ──grant──► LANDING
        │  │              │   │ let go
@@ -9,7 +9,7 @@
                │ fenced, let go
                └──► OVER
 
-A push in CLOSING may still be written to: its slots are in quarantine until the sender lets go, or the channel says
+A push in CLOSING may still be written: its slots are in quarantine until the sender lets go, the channel guarantees
 that nothing lands any more, or the sender is known dead.
 """
 
@@ -29,7 +29,7 @@ from pdx.wire.messages import Admit
 
 
 class PushState(StrEnum):
-    """Where a push is, for the node that receives."""
+    """The state of a push at its receiver."""
 
     QUEUED = "queued"
     LANDING = "landing"
@@ -38,13 +38,13 @@ class PushState(StrEnum):
 
 
 class PushStep(StrEnum):
-    """What can happen to it there."""
+    """The transitions of a push at its receiver."""
 
     GRANT = "grant"
-    STOP = "stop"  # this side gives up: cancelled, too late, a digest does not match
-    LET_GO = "let go"  # the sender says it writes no more
+    STOP = "stop"  # this side gives up: cancelled, too late, or a digest does not match
+    LET_GO = "let go"  # the sender says that it writes no more
     LOST = "lost"
-    FENCED = "fenced"  # nothing lands any more, whatever the sender does
+    FENCED = "fenced"  # nothing can land any more, whatever the sender does
 
 
 PUSH: dict[tuple[PushState, PushStep], PushState] = {
@@ -61,27 +61,27 @@ PUSH: dict[tuple[PushState, PushStep], PushState] = {
 
 
 class Writer:
-    """A session of a peer that has chosen by which channel it writes here."""
+    """A session of a peer that has chosen the channel by which it writes here."""
 
     def __init__(self, session: PeerConnection, scheme: str) -> None:
         self.session = session
         self.scheme = scheme
-        self.pushes: dict[int, InboundPush] = {}  # that are not over, by number …
-        self.wants: Counter[int] = Counter()  # … and how many of them answer a question of this node, by its number
-        self.is_over = False  # the session is; what was being written may still land
+        self.pushes: dict[int, InboundPush] = {}  # not over, by number …
+        self.wants: Counter[int] = Counter()  # … and how many of them answer each fetch of this node, by its number
+        self.is_over = False  # whether the session is over; writes in flight may still land
 
 
 class Account(msgspec.Struct):
-    """What one peer has here, whatever sessions it came in."""
+    """What one peer takes up here, over all its sessions."""
 
     pushes: int = 0  # not over
     keys: int = 0  # offered in them
-    nbytes: int = 0  # granted and not over: all its sessions share one share
-    landed_bytes: int = 0  # in chunks that are whole, ever
+    nbytes: int = 0  # granted and not over; limited per peer, not per session
+    landed_bytes: int = 0  # of whole chunks, ever
 
 
 class InboundPush:
-    """What a peer asked room for, by its `Admit` of this number. `chunks` are those it may write to, by offset."""
+    """A push for which a peer asked room by its `Admit` of this number. `chunks`: those it may write to, by offset."""
 
     def __init__(self, writer: Writer, number: int, offer: Admit, now: float) -> None:
         self.writer = writer
@@ -89,21 +89,21 @@ class InboundPush:
         self.number = number
         self.offer = offer
         self.state = PushState.QUEUED
-        self.deadline = now + offer.wait_s  # of waiting for room; then, of landing
+        self.deadline = now + offer.wait_s  # for room; later, for landing
         self.wanted_bytes = round_up(offer.nbytes) * offer.shards * len(offer.keys)
         self.chunks: dict[int, Chunk] = {}
-        self.lacking = 0.0  # bytes that it found no room for; nobody looks for its room while fewer are available …
-        self.look_at = 0.0  # … or before this
-        self.opened_at = 0.0  # when it got its room
+        self.lacking = 0.0  # bytes that it needs: it is not tried again before as many are available …
+        self.look_at = 0.0  # … or this time has come
+        self.opened_at = 0.0  # when it got room
         self.landed_bytes = 0
-        self.is_let_go = False  # its writer writes nothing more, or is dead; what it wrote may still be on its way in
+        self.is_let_go = False  # its writer writes no more, or is dead; writes in flight may still land
 
     def __repr__(self) -> str:
         return f"<InboundPush {self.number} of {self.session.name} {self.state} {len(self.chunks)} chunks>"
 
 
 def check(session: PeerConnection, offer: Admit) -> None:
-    """:raises ProtocolError: the offer makes no sense."""
+    """:raises ProtocolError: the offer is invalid."""
     if not offer.keys or len(offer.keys) * offer.shards > MAX_SLOTS or len(set(offer.keys)) != len(offer.keys):
         raise ProtocolError(f"{session.name} offers {len(offer.keys)} keys of {offer.shards} shards")
     least = offer.tail_nbytes or offer.nbytes

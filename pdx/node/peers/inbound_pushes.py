@@ -1,11 +1,12 @@
-"""The pushes from peers to this node: room for them, what has landed, and when their slots may be given away again.
+"""The pushes from peers to this node: room for them, slices that have landed, and when their slots may be reused.
 
-Offers wait in one queue for room, first come, first served: all of an offer or, when its time is over or it can never
-fit, its leading part. So requests that compete for little room get it one after the other, and none holds a part while
-it waits for the rest. The keys of a waiting offer are looked at only when there may be room for them.
+Offers wait in one queue for room, first come, first served. Each gets room for all of its chunks or, once its deadline
+has passed or if it can never fit, for its leading ones. So requests that compete for little room get it one after the
+other, and none holds a part while it waits for the rest. The keys of a waiting offer are looked up only when there may
+be room for them.
 
-Who may write where stands in `InboundPush.chunks` alone; `grants` finds it by offset, and the listener of the channel
-has a copy, which a channel that sees writes asks before they land.
+`InboundPush.chunks` alone defines who may write where; `grants` finds it by offset, and the channel's listener has a
+copy, which a channel that sees writes checks before they land.
 """
 
 from __future__ import annotations
@@ -37,35 +38,35 @@ from pdx.wire.messages import Admit, Admitted, Release, Slices
 log = logging.getLogger("pdx.node")
 
 MAX_QUEUED = 4096  # offers of all peers together
-MAX_PUSHES = 2048  # of one peer, those that wait for room included
-MAX_KEYS_OF_A_PEER = 1 << 20  # in its pushes under way: some 100 MB are remembered for them
-LOOK_S = 0.2  # room that is not enough by its bytes, or too scattered, is looked at again after so long
-LANDING_S = 5.0  # a notification comes no later than this after its sender says that all is written
+MAX_PUSHES = 2048  # of one peer, including those that wait for room
+MAX_KEYS_OF_A_PEER = 1 << 20  # in its pushes that are not over, which take some 100 MB of memory
+LOOK_S = 0.2  # until an offer that found too little or too scattered room is tried again
+LANDING_S = 5.0  # for the last notifications to come after the sender says that all is written
 
 
 class InboundPushes:
     """All pushes to this node. Owned by the control loop."""
 
     def __init__(self, config: NodeConfig, env: Env, *, store: Store, transfers: Transfers, regions: Regions) -> None:
-        self.grants: dict[int, InboundPush] = {}  # by the offset of a slot it may write to; receive threads read it
-        self.changed: list[Chunk] = []  # slices of these landed, or never will; whoever tells of them empties it
-        self.over: list[InboundPush] = []  # ended; whoever tells of them empties it
+        self.grants: dict[int, InboundPush] = {}  # by the offset of each writable slot; receive threads read it
+        self.changed: list[Chunk] = []  # slices of these have landed, or never will; `Peers.turn` takes them
+        self.over: list[InboundPush] = []  # ended; `Peers.turn` takes them
         self.env = env
         self.regions = regions
         self._config = config
         self._store = store
         self._transfers = transfers
         self._threads: dict[str, ReceiveThread] = {}
-        self._writers: dict[bytes, Writer] = {}  # by token; one whose session is over stays as long as it has pushes
+        self._writers: dict[bytes, Writer] = {}  # by token; kept as long as the session or a push of it lasts
         self._accounts: defaultdict[str, Account] = defaultdict(Account)  # by peer
         self._of_transfer: Groups[str, InboundPush] = Groups()
         self._closing: dict[InboundPush, None] = {}
         self._deadlines: Deadlines[InboundPush] = Deadlines()
-        self._queue: dict[InboundPush, None] = {}  # those in state QUEUED, in the order of their offers
+        self._queue: dict[InboundPush, None] = {}  # in state QUEUED, in the order of their offers
         self._granted_by: Counter[str] = Counter()  # chunks that may be written now, by scheme
-        self._blocked: InboundPush | None = None  # the first in the queue that found no room; those behind it wait, too
-        self._at_share: dict[str, int] = {}  # peers with offers that wait for their share, and what the least one wants
-        self._is_news = False  # one of these may go on
+        self._blocked: InboundPush | None = None  # the first in the queue that found no room; later ones wait, too
+        self._at_share: dict[str, int] = {}  # by peer whose offers wait for its share, the bytes of the smallest offer
+        self._is_news = False  # one of these may get room now
 
     def __len__(self) -> int:
         return sum(account.pushes for account in self._accounts.values())
@@ -76,25 +77,25 @@ class InboundPushes:
         return list(writer.pushes.values()) if writer is not None else []
 
     def account(self, name: str) -> Account:
-        """What a peer has here."""
+        """The account of a peer."""
         return self._accounts.get(name) or Account()
 
     @property
     def sessions(self) -> list[PeerConnection]:
-        """Those that write here, and those that are over of which a push is not."""
+        """Sessions that write here, and ended ones with a push that is not over."""
         return [writer.session for writer in self._writers.values()]
 
     # ---- channels ---------------------------------------------------------------------------
 
     def start_threads(self) -> None:
-        """One per listener, as soon as the regions are open. Idempotent."""
+        """Start one receive thread per listener; the regions must be open. Idempotent."""
         for scheme, listener in self.regions.listeners.items():
             if scheme not in self._threads:
                 region = self.regions.regions[scheme]
                 self._threads[scheme] = ReceiveThread(self, region, listener, digests=self._config.digests)
 
     def invite(self, session: PeerConnection, schemes: Iterable[str]) -> list[RemoteRegion]:
-        """Where a session may connect, of these schemes; until it has chosen it may write to the probe alone."""
+        """The regions of these schemes that a session may connect to; until it chooses, it may only write the probe."""
         self.start_threads()
         found, probe = [], self.regions.probe
         for scheme in schemes:
@@ -105,9 +106,9 @@ class InboundPushes:
         return found
 
     def choose(self, session: PeerConnection, chosen: str) -> None:
-        """The peer will write by this scheme alone: the others are closed to it.
+        """Note that the peer will write by this scheme; close the others to it.
 
-        :raises ProtocolError: it was not welcomed to that, or has chosen before.
+        :raises ProtocolError: the scheme was not offered to it, or it has chosen before.
         """
         if chosen not in self.regions.listeners or session.token in self._writers:
             raise ProtocolError(f"{session.name} chooses {chosen!r}")
@@ -122,9 +123,9 @@ class InboundPushes:
     # ---- offers and room --------------------------------------------------------------------
 
     def admit(self, session: PeerConnection, number: int, offer: Admit) -> None:
-        """A peer offers chunks: they get room now, or wait for it.
+        """Take in a peer's offer of chunks, which get room now or wait for it.
 
-        :raises ProtocolError: the offer makes no sense, or comes before a channel was chosen.
+        :raises ProtocolError: the offer is invalid, or comes before a channel was chosen.
         """
         writer, now = self._writers.get(session.token), self.env.clock()
         if writer is None:
@@ -158,8 +159,8 @@ class InboundPushes:
             self._blocked = push
 
     def turn(self) -> None:
-        """After each turn of the control loop: room and deadlines. Costs nothing as long as nothing is due and there
-        cannot be room."""
+        """After each turn of the control loop: grant room and enforce deadlines. Costs nothing as long as nothing is
+        due and there cannot be room."""
         self._turn(self.env.clock())
 
     def _turn(self, now: float) -> None:
@@ -174,7 +175,7 @@ class InboundPushes:
         self._give_room(now)
 
     def _give_room(self, now: float) -> None:
-        """To the offers that wait, in their order; a peer at its share does not keep others waiting."""
+        """Grant room to waiting offers in order; a peer at its share does not keep others waiting."""
         if not self._is_worth_a_look(now):
             return
         self._blocked, self._is_news = None, False
@@ -188,7 +189,7 @@ class InboundPushes:
         return self._store.pools[0].available_bytes >= push.lacking or push.look_at <= now
 
     def _look(self, push: InboundPush, now: float) -> bool:
-        """Grant room for what was asked, unless its peer is at its share; False: there is too little room."""
+        """Grant room for an offer, unless its peer is at its share. False: there is too little room."""
         name, wanted = push.session.name, push.wanted_bytes
         if not self._has_share(name, wanted):
             self._at_share[name] = min(wanted, self._at_share.get(name, wanted))
@@ -204,8 +205,8 @@ class InboundPushes:
         return not held or held + wanted <= self._peer_bytes
 
     def _within_share(self, push: InboundPush) -> tuple[list[bytes], int]:
-        """The leading keys of an offer that its peer's share has room for, and the bytes they need. A peer that has
-        nothing gets one chunk at least, or an arena of few chunks would never take any."""
+        """The leading keys of an offer that fit into its peer's share, and the bytes they need. A peer that holds
+        nothing gets at least one chunk, or an arena of few chunks would never accept any."""
         offer = push.offer
         held, needed = self._accounts[push.session.name].nbytes, 0
         for index, key in enumerate(offer.keys):
@@ -219,7 +220,7 @@ class InboundPushes:
         return list(offer.keys), needed
 
     def _grant(self, push: InboundPush, now: float, *, partial: bool) -> bool:
-        """Grant room for what was asked; False: it waits on. With `partial` whatever fits is enough, even nothing."""
+        """Grant room for an offer; False: it waits on. With `partial` whatever fits is enough, even nothing."""
         offer, session = push.offer, push.session
         keys, needed = self._within_share(push)
         is_cut = len(keys) < len(offer.keys)
@@ -243,7 +244,7 @@ class InboundPushes:
                 return self._grant(push, now, partial=True)  # waiting does not help
             granted, slots, full = [], [], True
         if full and not partial:
-            # Bytes enough that lie too scattered: nothing tells when they do not any more.
+            # If there are bytes enough but too scattered, no event tells when that changes.
             push.lacking = needed if needed > self._store.pools[0].available_bytes else float("inf")
             push.look_at = now + LOOK_S
             return False
@@ -281,14 +282,14 @@ class InboundPushes:
     # ---- landing ----------------------------------------------------------------------------
 
     def malformed(self, scheme: str, text: str) -> None:
-        """A receive thread has seen a notification that is none."""
+        """Count an invalid notification that a receive thread has seen."""
         about = "dropped a notification by %s: %s"
         counted(log, self.env.counters, "notifications_dropped", about, scheme, printable(text))
 
     def landed(
         self, scheme: str, token: bytes, number: int, good: Sequence[Slices], bad: Sequence[Slices], nbytes: int
     ) -> None:
-        """A receive thread has seen slices of a push: the `good` ones, of `nbytes`, are what was sent."""
+        """Take in slices of a push that a receive thread has checked; the `good` ones, of `nbytes`, are whole."""
         writer, now = self._writers.get(token), self.env.clock()
         push = writer.pushes.get(number) if writer is not None and writer.scheme == scheme else None
         if push is None or push.state is not PushState.LANDING:
@@ -317,9 +318,9 @@ class InboundPushes:
             self._end(push, PushStep.LET_GO, now)
 
     def _fill(self, push: InboundPush, landed: Iterable[Slices]) -> dict[Chunk, None]:
-        """Note what was filled; the chunks, as far as they are still being filled."""
+        """Note filled slices; return their chunks, except those that are not being filled any more."""
         chunks: dict[Chunk, None] = {}
-        slots: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)  # by layers: mostly the same of all
+        slots: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)  # by layers, mostly the same for all
         for slices in landed:
             chunk = push.chunks.get(slices.offset)
             if chunk is None or chunk.slot.generation != slices.generation or chunk.state is not State.FILLING:
@@ -333,7 +334,7 @@ class InboundPushes:
     # ---- ending -----------------------------------------------------------------------------
 
     def let_go(self, session: PeerConnection, message: Release) -> None:
-        """The peer writes nothing more of this push."""
+        """Handle the peer's word that it writes no more for a push."""
         writer, now = self._writers.get(session.token), self.env.clock()
         push = writer.pushes.get(message.lease) if writer is not None else None
         if push is None:
@@ -345,21 +346,21 @@ class InboundPushes:
         if push.state is PushState.CLOSING:
             self._fence(push, now)
         elif message.complete:
-            self._end_at(push, now + LANDING_S)  # all is written; the last of it is still being checked
+            self._end_at(push, now + LANDING_S)  # all is written; the last slices are still being checked
         else:
             self._step(push, PushStep.STOP)
             self._abort(push, now)
             self._fence(push, now)
 
     def cancel(self, transfer: str) -> None:
-        """The transfer was given up: nobody here wants its chunks any more."""
+        """Stop the pushes of a transfer that was given up."""
         now = self.env.clock()
         for push in self._of_transfer.of(transfer):
             if push.state is not PushState.CLOSING:
                 self._stop(push, "", now)
 
     def session_over(self, session: PeerConnection, *, is_dead: bool) -> None:
-        """The peer may write nothing more, and is known dead (`is_dead`), or has gone: then what it was writing may
+        """End the pushes of a peer that is known dead (`is_dead`) or has gone. In the latter case writes in flight may
         still land until its channel is closed to it."""
         for listener in self.regions.listeners.values():
             listener.expel(session.token)
@@ -383,24 +384,24 @@ class InboundPushes:
             self._writers.pop(writer.session.token, None)
 
     def tick(self) -> None:
-        """A few times a second: fences around what was given up."""
+        """A few times a second: fence pushes that were given up."""
         now = self.env.clock()
         for push in list(self._closing):
             self._fence(push, now)
         self._turn(now)
 
     def forget(self, known: Container[str]) -> None:
-        """Peers of other names than these are not there any more."""
+        """Forget peers whose names are not in `known` and that have no pushes."""
         for name in [name for name, account in self._accounts.items() if name not in known and not account.pushes]:
             del self._accounts[name]
 
     def close(self) -> None:
-        """Nothing is taken any more. Idempotent."""
+        """Stop the receive threads. Idempotent."""
         for thread in self._threads.values():
             thread.close()
 
     def _step(self, push: InboundPush, step: PushStep) -> None:
-        """Apply a transition and take the push out of the queue for room; those behind it may be next."""
+        """Apply a transition and take the push out of the queue for room; the next one may get room then."""
         self._deadlines.discard(push, push.deadline)
         self._closing.pop(push, None)
         push.state = PUSH[push.state, step]
@@ -416,7 +417,7 @@ class InboundPushes:
         self._fence(push, now)
 
     def _abort(self, push: InboundPush, now: float) -> None:
-        """Its chunks will not be whole; their room stays in quarantine."""
+        """Abort a push's unsealed chunks; their room stays in quarantine."""
         unsealed = [chunk for chunk in push.chunks.values() if chunk.state is State.FILLING]
         self._store.abort(unsealed)
         self.changed += unsealed
@@ -424,13 +425,13 @@ class InboundPushes:
             self._transfers.give_up(push.offer.transfer, now, push.session.source)
 
     def _fence(self, push: InboundPush, now: float) -> None:
-        """End it, if nothing lands any more: the channel says so, or its writer does where the channel cannot."""
+        """End a push if nothing can land any more: its channel says so, or its writer if the channel cannot tell."""
         is_quiet = self._is_quiet(push, push.chunks.values())
         if is_quiet or (push.is_let_go and not self.regions.regions[push.writer.scheme].checks_writes):
             self._end(push, PushStep.FENCED, now)
 
     def _is_quiet(self, push: InboundPush, chunks: Iterable[Chunk]) -> bool:
-        """Nothing more is to land in these; whether the channel knows that nothing does."""
+        """Forbid further writes to these chunks; return whether the channel guarantees that none lands."""
         listener, token = self.regions.listeners[push.writer.scheme], push.session.token
         return all([listener.revoke(token, chunk.slot.offset, chunk.slot.nbytes) for chunk in chunks])
 
@@ -459,7 +460,7 @@ class InboundPushes:
         self.over.append(push)
 
     def _release(self, push: InboundPush, chunks: Sequence[Chunk]) -> None:
-        """These are sealed, or nobody writes them any more; their spans are revoked already."""
+        """Release chunks that are sealed or that their writer has let go; their spans are revoked already."""
         name = push.session.name
         for chunk in chunks:
             del push.chunks[chunk.slot.offset], self.grants[chunk.slot.offset]

@@ -1,7 +1,7 @@
-"""Which peer has the most of a prompt: asked before an engine computes it that no proxy has placed. No sockets here.
+"""Asks which peer has the most of a prompt that no proxy has placed, before an engine computes it. No sockets here.
 
-The answer is a number of chunks, and worth a fetch from that peer (`pdx.node.peers.fetches`), nothing else: a peer that
-is silent, wrong or gone costs a request `lookup_s` at most.
+An answer is a number of chunks and leads at most to a fetch from that peer (`pdx.node.peers.fetches`): a peer that is
+silent, wrong or gone costs a request `lookup_s` at most.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from pdx.store.deadlines import Deadlines
 from pdx.telemetry.env import Env
 from pdx.wire.messages import Admit, Push
 
-KEPT_S = 2.0  # for so long the answer holds for others with the same prompt
+KEPT_S = 2.0  # how long an answer holds for other requests with the same prompt
 MAX_ASKED = 8  # peers, for one prompt
-LONGEST_S = 60.0  # peers are told no longer time of computing, which may not be known
+LONGEST_S = 60.0  # the longest computing time told to peers; the real one may be unknown
 MAX_KEYS = 1024  # in one question: a peer looks each up
 
 
 class Lookup(msgspec.Struct, eq=False):
-    """One question to some peers: how many of a prompt's leading chunks each can restore. `name`: the last key that is
-    sought, which the hash chain makes name all before it."""
+    """One question to some peers: how many of a prompt's leading chunks each can restore. `name`: the last key sought,
+    which by the hash chain implies all keys before it."""
 
     number: int
     name: bytes
-    first: int  # the chunk that the question begins with …
-    end: int  # … and that behind its last one
-    most: int  # leading chunks that `source` can restore; before an answer those that this node can
+    first: int  # the question is about the chunks [first, end)
+    end: int
+    most: int  # leading chunks that `source` can restore; before an answer, those that this node can
     deadline: float
-    asked: set[PeerConnection]  # who have not answered
+    asked: set[PeerConnection]  # that have not answered
     source: str = ""
     is_over: bool = False
 
 
 class Lookups:
-    """All of them. Owned by the control loop; the clock is a parameter. Each call costs what it changes."""
+    """All lookups. Owned by the control loop; the clock is a parameter. A call costs as much as what it changes."""
 
     def __init__(self, connections: Connections, lookup_s: float, env: Env, numbers: Iterator[int]) -> None:
-        """`lookup_s`: how long a request waits for the answers; 0: nobody is asked. `numbers`: of questions."""
+        """`lookup_s`: how long a request waits for the answers; 0: no peer is asked. `numbers`: of questions."""
         self._connections = connections
         self._lookup_s = lookup_s
         self._counters = env.counters
         self._news = env.news
         self._numbers = numbers
-        self.is_on = False  # some peer was there that may be asked
+        self.is_on = False  # whether peers are asked, and one was ever connected
         self._lookups: dict[bytes, Lookup] = {}
-        self._open: dict[int, Lookup] = {}  # those that are not over, by number
+        self._open: dict[int, Lookup] = {}  # pending ones, by number
         self._deadlines: Deadlines[Lookup] = Deadlines()
 
     def __len__(self) -> int:
         return len(self._open)
 
     def ready(self) -> None:
-        """A peer is connected."""
+        """Note that a peer is connected."""
         self.is_on = self._lookup_s > 0
 
     def source(self, ask: Admit, now: float, computing_s: float, here: Callable[[], int]) -> str | None:
-        """The peer that can restore more of a prompt than this node; empty: none is known; None: that is not known yet.
-        Asks, the first time.
+        """The peer that can restore more of a prompt than this node; empty: there is none; None: not known yet. The
+        first call asks.
 
-        `computing_s`: what computing the rest takes. `here`: says how many leading chunks this node can restore.
+        `computing_s`: how long computing the rest takes. `here`: returns how many leading chunks this node can restore.
         """
         lookup = self._lookups.get(ask.last_sought) or self._begin(ask, now, computing_s, here)
         if lookup is not None and not lookup.is_over:
@@ -73,7 +73,7 @@ class Lookups:
         return self.known(ask) if lookup is not None and (ask.groups or lookup.most > here()) else ""
 
     def known(self, ask: Admit) -> str:
-        """The peer that was found for this prompt a moment ago, if it is connected; else empty."""
+        """The peer recently found for this prompt, if it is connected; else empty."""
         lookup = self._lookups.get(ask.last_sought)
         peer = self._connections.of(lookup.source) if lookup is not None and lookup.source else None
         return peer.name if peer is not None and peer.state is ConnectionState.READY else ""
@@ -104,7 +104,7 @@ class Lookups:
         return lookup
 
     def answered(self, peer: PeerConnection, number: int, count: int, now: float) -> None:
-        """The peer can restore so many of the chunks that it was asked about."""
+        """Note that the peer can restore the first `count` chunks of the question."""
         peer.is_silent = False
         lookup = self._open.get(number)
         if lookup is None or peer not in lookup.asked:
@@ -117,7 +117,7 @@ class Lookups:
             self._end(lookup, now)
 
     def turn(self, now: float) -> None:
-        """After each turn of the control loop: nobody waits any longer for what has not come by now."""
+        """After each turn of the control loop: end lookups whose deadline has passed."""
         for lookup in self._deadlines.take(now):
             if lookup.is_over:
                 del self._lookups[lookup.name]
@@ -128,7 +128,7 @@ class Lookups:
             self._end(lookup, now)
 
     def due_in(self, now: float) -> float:
-        """Seconds until there is something to be done, whatever else happens."""
+        """Seconds until the first deadline."""
         return max(0.0, self._deadlines.first - now)
 
     def _end(self, lookup: Lookup, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Peers as tiers: to each that this node writes to, the thread that writes, the channel it chose, the pushes."""
+"""Peers as tiers: for each peer that this node writes to, the thread that writes, its channel, and the pushes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdx.node")
 
-MAX_FLOWS = 4096  # transfers of which it is known, also behind their push, how much was across
-MAX_UNTOLD = 1024  # transfers that one peer will be told of when it is connected
+MAX_FLOWS = 4096  # transfers of which it is remembered how much peers have acknowledged
+MAX_UNTOLD = 1024  # cancelled transfers per peer, to tell it when it is connected
 JOIN_S = 5.0
 
 
 class PeerTier(Tier):
-    """A peer that this node writes to. What is loaded from a peer the peer writes, when it is asked to
-    (`pdx.node.peers.fetches`)."""
+    """A peer that this node writes to. To load from it, this node asks it to write (`pdx.node.peers.fetches`)."""
 
     kind = "peer"
 
@@ -44,22 +43,22 @@ class PeerTier(Tier):
         self.max_inflight_bytes = tiers.config.window_bytes
         self._tiers = tiers
         self.sender: SendThread | None = None
-        self.scheme = ""  # chosen
-        self.measured = ""  # the one that was chosen last, also over earlier connections: not measured again
+        self.scheme = ""  # of the chosen channel
+        self.measured = ""  # the scheme chosen last, also over an earlier connection: not measured again
         self.rates: dict[str, float] = {}
-        self.expected = ""  # the scheme that ought to work there
-        self.start: Callable[[], None] | None = None  # connects a channel, as long as the peer is there
+        self.expected = ""  # the scheme that should work there
+        self.start: Callable[[], None] | None = None  # connects a channel; None while the peer is not connected
         self.sent_bytes = 0
         self.why = ""
         self.untold: dict[str, None] = {}  # transfers given up before the peer was asked for room, or connected
 
     @property
     def is_ready(self) -> bool:
-        """Whether the peer is there and a channel is chosen."""
+        """Whether the peer is connected and a channel chosen."""
         return bool(self.scheme)
 
     def send(self, body: PeerBody, about: int = 0) -> None:
-        """A message over the connection; lost with it."""
+        """Send a message over the connection; it is lost if the connection is."""
         peer = self._tiers.connections.of(self.name)
         if peer is not None:
             peer.send(body, about)
@@ -87,14 +86,14 @@ class PeerTier(Tier):
         self._tiers.copy_over(copy)
 
     def _cancel(self, transfer: str) -> None:
-        """The peer never heard of this transfer, and a decoder there may wait for it: say that nothing comes."""
+        """Tell the peer that nothing of this transfer comes: it never heard of it, and a decoder there may wait."""
         self.untold[transfer] = None
         if len(self.untold) > MAX_UNTOLD:
             del self.untold[next(iter(self.untold))]
         self.tell()
 
     def tell(self) -> None:
-        """Tell the peer of transfers that were given up, as soon as it is connected."""
+        """If the peer is connected, tell it of transfers that were given up."""
         peer = self._tiers.connections.of(self.name)
         if peer is not None and peer.state is ConnectionState.READY:
             for transfer in self.untold:
@@ -102,12 +101,12 @@ class PeerTier(Tier):
             self.untold.clear()
 
     def close(self) -> None:
-        """End the writing, without waiting for it."""
+        """End the writing without waiting for it."""
         self._tiers.drop_sender(self)
 
 
 def admit(copy: Copy, wait_s: float) -> Admit:
-    """What a peer is asked to have room for."""
+    """The request to a peer for room for this copy."""
     first, last = copy.chunks[0], copy.chunks[-1]
     return Admit(
         list(copy.keys),
@@ -126,12 +125,12 @@ def admit(copy: Copy, wait_s: float) -> Admit:
 
 
 class Flow(msgspec.Struct):
-    """What a peer has acknowledged of a transfer."""
+    """The bytes of a transfer that peers have acknowledged."""
 
     acked: int = 0
-    across: int = 0  # already told as ACROSS
-    ended_ns: int = 0  # when prefill was over; 0: it is not
-    is_pushed: bool = False  # a push was over before that
+    across: int = 0  # already marked as ACROSS
+    ended_ns: int = 0  # when prefill ended; 0: it has not
+    is_pushed: bool = False  # a push was over before prefill ended
 
 
 class PeerTiers:
@@ -144,27 +143,27 @@ class PeerTiers:
         self._handoffs = node.env.timings[("pdx_node_handoff_seconds",)]
         self._tiers: dict[str, PeerTier] = {}
         self._flows: OrderedDict[str, Flow] = OrderedDict()
-        self._left: list[SendThread] = []  # senders that were told to end
+        self._left: list[SendThread] = []  # senders that are ending
 
     def tier(self, name: str) -> PeerTier:
-        """The tier to this peer, open or not."""
+        """The tier of this peer, created if there is none."""
         tier = self._tiers.get(name)
         if tier is None:
             tier = self._tiers[name] = PeerTier(name, self)
         return tier
 
     def look(self, name: str) -> PeerTier:
-        """The tier to this peer as it is now; one that nobody has tried stays unknown."""
+        """The tier of this peer, without keeping a new one."""
         return self._tiers.get(name) or PeerTier(name, self)
 
     @property
     def names(self) -> set[str]:
-        """Peers that were ever written to, or tried."""
+        """Peers that this node has written to or tried to."""
         return set(self._tiers)
 
     @property
     def reached(self) -> list[str]:
-        """Peers to which a channel is chosen: a probe has gone through it."""
+        """Peers to which a channel is chosen, that is, one that a probe has passed."""
         return [name for name, tier in self._tiers.items() if tier.is_ready]
 
     # ---- pushes -----------------------------------------------------------------------------
@@ -172,7 +171,7 @@ class PeerTiers:
     def push(
         self, name: str, keys: Sequence[bytes], shards: int, *, transfer: str | None, layout: bytes, want: int = 0
     ) -> list[Copy]:
-        """Push what is here of these keys, or being filled; by which copies. Idempotent by transfer.
+        """Push the chunks of these keys that are here or being filled; return the copies. Idempotent by transfer.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """
@@ -184,7 +183,7 @@ class PeerTiers:
             remember(self._flows, transfer, self._flows.get(transfer) or Flow(), MAX_FLOWS)
         return self.copies.store(
             self.tier(name),
-            list(dict.fromkeys(keys)),  # a peer grants each key its room once
+            list(dict.fromkeys(keys)),  # a peer grants room once per key
             shards,
             priority=Priority.AWAITED if want else Priority.HANDOFF,
             deadline=self.env.clock() + self.config.push_s,
@@ -194,11 +193,11 @@ class PeerTiers:
         )
 
     def is_pushing(self, transfer: str, name: str) -> bool:
-        """Whether a push of this transfer to that peer is under way."""
+        """Whether a push of this transfer to that peer is in progress."""
         return self.copies.of_transfer(transfer, self.look(name)) is not None
 
     def prefill_ended(self, transfer: str, at_ns: int) -> None:
-        """A worker's prefill is over: note what peers had of it by now."""
+        """Note how much of a transfer peers have when a worker's prefill ends."""
         flow = self._flows.get(transfer)
         if flow is not None:
             so_far = flow.acked + self.copies.copied_bytes(transfer, PeerTier.kind)
@@ -209,7 +208,7 @@ class PeerTiers:
             flow.ended_ns, flow.is_pushed = at_ns, False
 
     def copy_over(self, copy: Copy) -> None:
-        """A copy to a peer has ended."""
+        """Account for a copy to a peer that has ended."""
         if copy.transfer is None:
             return
         flow = self._flows.get(copy.transfer)
@@ -226,8 +225,8 @@ class PeerTiers:
     # ---- channels ---------------------------------------------------------------------------
 
     def ready(self, peer: PeerConnection, welcome: Welcome, schemes: Sequence[str], *, at_once: bool) -> None:
-        """A peer may be written to: choose a channel, on a thread of its own, at once or when there is something to
-        write; the arena's regions are open."""
+        """Have a channel to a peer chosen, on a thread of its own, `at_once` or when there is something to write. The
+        arena's regions must be open."""
         if peer.state is not ConnectionState.READY:
             return
         tier = self.tier(peer.name)
@@ -238,7 +237,7 @@ class PeerTiers:
             self.start(peer.name)
 
     def start(self, name: str) -> None:
-        """Choose a channel to this peer, if it is there and none is chosen or being chosen."""
+        """Choose a channel to this peer if it is connected and none is chosen or being chosen."""
         tier = self._tiers.get(name)
         if tier is not None and tier.start is not None and tier.sender is None:
             tier.start()
@@ -252,10 +251,10 @@ class PeerTiers:
         measure = not self.config.channels and not is_known
         tier.sender = SendThread(self, tier, peer, welcome, order, measure=measure, preferred=preferred)
 
-    # ---- what a sender's thread tells, on the loop -------------------------------------------
+    # ---- reports of a sender's thread, on the control loop -----------------------------------
 
     def channel_chosen(self, sender: SendThread, scheme: str, rates: dict[str, float]) -> None:
-        """It writes by this scheme; `rates` in GB/s, where some were measured."""
+        """The sender writes by this scheme; `rates`: in GB/s, of the schemes that were measured."""
         tier = sender.tier
         if tier.sender is not sender:
             return
@@ -268,7 +267,7 @@ class PeerTiers:
         self.copies.ready(tier)
 
     def _step_down(self, sender: SendThread) -> str:
-        """What is to be said if another channel must do for the one that this peer ought to be reached by."""
+        """Why the expected scheme does not reach this peer; empty if it does. Counts and logs it."""
         tier = sender.tier
         why = sender.missing.get(tier.expected)
         if why is None:
@@ -278,7 +277,7 @@ class PeerTiers:
         return f"no {tier.expected}: {why}"
 
     def written(self, sender: SendThread, job: Job, error: ChannelError | None) -> None:
-        """A job is over."""
+        """A job has ended."""
         if error is None:
             sender.tier.sent_bytes += job.nbytes
         self.copies.done(sender.tier, job, error)
@@ -286,18 +285,18 @@ class PeerTiers:
             self.channel_broken(sender, str(error))
 
     def channel_broken(self, sender: SendThread, why: str) -> None:
-        """No channel leads there, or it leads there no more."""
+        """No channel works to the peer, or the chosen one works no more."""
         tier = sender.tier
         if tier.sender is not sender:
             return
         self.env.counters["channels_broken"] += 1
         tier.measured = ""
-        # A peer that cannot be reached is tried again and again: said once.
+        # An unreachable peer is tried again and again: log it once.
         level = logging.WARNING if tier.is_ready or why != tier.why else logging.DEBUG
         log.log(level, "the channel to %s is broken: %s", tier.name, why)
         if tier.is_ready:
             self.gone(tier.name, why)
-        else:  # no chunk was written: the connection stays, for what the peer writes here
+        else:  # no chunk was written: keep the connection for the peer's own writes
             self._lose(tier, why)
 
     def _lose(self, tier: PeerTier, why: str) -> None:
@@ -306,24 +305,24 @@ class PeerTiers:
         self.copies.lost(tier)
 
     def gone(self, name: str, why: str) -> None:
-        """Nothing more can be written to this peer, until it is connected anew."""
+        """Nothing more can be written to this peer until it connects again."""
         tier = self._tiers.get(name)
         if tier is not None:
             tier.start = None
             self._lose(tier, why)
-            if not self.connections.roster.address_of(name):  # nobody can ask for it by name, until it comes again
+            if not self.connections.roster.address_of(name):  # it cannot be dialled, so it is not kept
                 del self._tiers[name]
         self._fetches.lost(name, self.env.clock())
 
     def drop_sender(self, tier: PeerTier) -> None:
-        """End a peer's writing, without waiting for it. Idempotent."""
+        """End writing to a peer, without waiting for it. Idempotent."""
         if tier.sender is not None:
             tier.sender.close()
             self._left.append(tier.sender)
             tier.sender = None
 
     def sender_ended(self, sender: SendThread) -> None:
-        """Its thread writes nothing more: only now the peer may be told so, and a new channel be had."""
+        """A sender's thread writes no more: only now may the peer be told so, and a new channel be opened."""
         self._left.remove(sender)
         peer = sender.peer
         if peer.state is ConnectionState.CLOSED or sender.tier.start is not None:
@@ -338,13 +337,13 @@ class PeerTiers:
                 self.gone(peer.name, str(error))
 
     def forget_strangers(self) -> None:
-        """Peers that are not connected, that the roster names no longer and that nothing goes to, are not kept."""
+        """Forget peers that are not connected or in the roster any more, and to which there are no copies."""
         for name in self._tiers.keys() - set(self.connections.roster.names):
             if self.connections.of(name) is None and not self.copies.of(self.look(name)):
                 del self._tiers[name]
 
     def close(self) -> None:
-        """End all writing, and wait until it has ended. Idempotent."""
+        """End all writing; wait up to JOIN_S for each sender. Idempotent."""
         for tier in self._tiers.values():
             self.drop_sender(tier)
         for sender in self._left:

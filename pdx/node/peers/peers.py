@@ -1,7 +1,8 @@
-"""A node among its peers: what they and this node may do in each other's memory, and who hears what.
+"""A node among its peers: what they may do in each other's memory, and where their messages go.
 
-A peer is a tier to who writes (`tiers`) and a session to who is written to (`inbound`); `fetches` is what this node
-has asked peers to push to it. All of it comes through one connection per peer, and lives on the control loop's thread.
+A peer is a tier to the node that writes (`tiers`) and a session to the node that is written to (`inbound`); `fetches`
+are this node's requests that peers push to it. All messages come through one connection per peer, and everything is on
+the control loop's thread.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdx.node")
 
-MAX_WARM = 8  # with more peers than that, each is dialled when it is needed
+MAX_WARM = 8  # with more peers than that, each is dialled only when needed
 WARM_UP_S = 5.0
-FIRST_QUESTION = 1 << 40  # above the numbers of copies, which `about` names, too
-MAX_ASKED = 1024  # questions without an answer, and answers that nobody has taken yet
-MAX_WANTS = 1000  # pushes under way that one peer asked for; each holds its chunks until it is over
+FIRST_QUESTION = 1 << 40  # above the numbers of copies, for which `about` stands, too
+MAX_ASKED = 1024  # questions without an answer, or with one that was not taken yet
+MAX_WANTS = 1000  # pushes that one peer asked for and that are not over; each holds its chunks until then
 
 
 class Load(msgspec.Struct, eq=False):
-    """What a peer has asked for and this node loads for it. It is pushed when nothing is left to come, or then."""
+    """Chunks that a peer asked for and this node loads; pushed when all have come, or at the deadline."""
 
     peer: PeerConnection
     number: int
@@ -71,7 +72,7 @@ class Load(msgspec.Struct, eq=False):
 
 
 class Peers:
-    """All that a node has to do with other nodes."""
+    """A node's dealings with all its peers."""
 
     def __init__(
         self,
@@ -93,13 +94,13 @@ class Peers:
         self._loads_late: Deadlines[Load] = Deadlines()
         self._loading_bytes, self._share_bytes = 0, node.store.pools[0].total_bytes * config.peer_share
         self._transfers = node.transfers
-        self._sessions = node.sessions  # of attached processes, among whose numbers peers get theirs
-        self.marks = node.marks  # of transfers, to be told to the proxy
+        self._sessions = node.sessions  # of attached processes; peers get numbers from the same sequence
+        self.marks = node.marks  # of transfers, for the proxy
         self._numbers = itertools.count(FIRST_QUESTION)
         self._asked: OrderedDict[int, str | Found | messages.Refused] = (
             OrderedDict()
-        )  # by number: who is to answer, or the answer
-        self.on_settle: Callable[[str, messages.Settle], Found]  # what a `Settle` of this peer does; `Controls` says it
+        )  # by number: the peer that is to answer, or the answer
+        self.on_settle: Callable[[str, messages.Settle], Found]  # handles a peer's `Settle`; set by `Controls`
         self._warm_up_at = 0.0
         self.regions = regions
         self.connections = Connections(self, config, env, node.sessions.numbers, context, poller)
@@ -108,18 +109,18 @@ class Peers:
         self.inbound = InboundPushes(config, env, store=node.store, transfers=node.transfers, regions=regions)
         self.tiers = PeerTiers(self)
         if context is not None and (config.channels or config.roster or config.listen):
-            regions.when_open(self.inbound.start_threads)  # peers are meant to come: be ready before they do
+            regions.when_open(self.inbound.start_threads)  # peers are expected: be ready before they come
 
-    # ---- what attached processes and the proxy want -----------------------------------------
+    # ---- for attached processes and the proxy -----------------------------------------------
 
     def push(self, name: str, keys: Sequence[bytes], shards: int, transfer: str | None, layout: bytes) -> list[Copy]:
-        """See `PeerTiers.push`; nothing is to be done where this node is meant."""
+        """See `PeerTiers.push`; no-op if `name` is this node."""
         if name == self._name:
             return []
         return self.tiers.push(name, keys, shards, transfer=transfer, layout=layout)
 
     def ask(self, name: str, question: messages.Settle) -> int:
-        """Ask a peer, which is dialled if need be; the question's number, for `answer`. 0: it is not connected yet.
+        """Ask a peer, dialling it if needed; return the question's number for `answer`. 0: it is not connected yet.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """
@@ -132,7 +133,7 @@ class Peers:
         return number
 
     def answer(self, number: int) -> Found | messages.Refused | None:
-        """The answer to the question of this number, once; None: it has not come."""
+        """Take out the answer to the question of this number; None: it has not come."""
         answer = self._asked.get(number)
         if answer is None or isinstance(answer, str):
             return None
@@ -146,7 +147,7 @@ class Peers:
             peer.send(messages.Refused.of(error), about)
 
     def _note(self, peer: PeerConnection, about: int, answer: Found | messages.Refused) -> None:
-        """A peer has answered a question; what nobody asked it is dropped: chunks are given up for what a peer says."""
+        """Keep a peer's answer if it was asked; else drop it, because chunks are dropped on the strength of answers."""
         if self._asked.get(about) != peer.name:
             text = "%s answers what it was not asked"
             counted(log, self.env.counters, "answers_dropped", text, peer.name)
@@ -154,8 +155,8 @@ class Peers:
         self._asked[about] = answer
 
     def may_come(self, ask: messages.Admit, goal: Goal, arenas: Sequence[int], computing: Computing) -> bool:
-        """Whether what is missing here may still come from a peer, sooner than it is computed: from the one that a
-        question names; where it names none, from the one that has the most of a prompt, which is asked of all.
+        """Whether missing chunks may still come from a peer, sooner than computing them takes: from the peer that the
+        request names, or else from the one that has the most of the prompt, after asking several.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """
@@ -177,8 +178,8 @@ class Peers:
         return restorable(self._store, Wanted(ask.sought_keys, ask.shards, arenas, rules=ask.groups))[0]
 
     def why_not(self, ask: messages.Admit, count: int, chunk_s: float) -> str:
-        """Why the peer that a question names was not asked for what is missing, `count` chunks; empty: it may have
-        been."""
+        """Why the peer that a request names, or the one found for it, was not asked for the `count` missing chunks;
+        empty: it may have been."""
         if ask.awaits is not None or count <= 0:
             return ""
         source = ask.source or self.lookups.known(ask)
@@ -190,7 +191,7 @@ class Peers:
         return f"not asked of node {source}: it would take {takes_s:.3g} s, and computing takes {computing_s:.3g} s"
 
     def told(self, entries: Sequence[PeerEntry]) -> None:
-        """What proxies tell of the nodes there are; new ones are dialled at once."""
+        """Take in the proxies' list of nodes; new ones are dialled at once."""
         before = self.connections.roster.names
         self.connections.told([entry for entry in entries if entry.name != self._name])
         if {*before} != {*self.connections.roster.names}:
@@ -203,7 +204,7 @@ class Peers:
         return sorted({session.hello.layout for session in self._sessions} - {b""})
 
     def identity(self) -> messages.Hello:
-        """This node, as peers are told of it; as long as the arena is not registered, with all it may have."""
+        """This node as it introduces itself to peers; until the arena is registered, with all schemes it may have."""
         return messages.Hello(
             messages.VERSION,
             os.getpid(),
@@ -216,8 +217,8 @@ class Peers:
         )
 
     def greeted(self, peer: PeerConnection, schemes: list[str]) -> None:
-        """A peer is to be told by which of these schemes it may write here; any earlier connection of that name is
-        over. The regions are opened to it as soon as the arena is registered."""
+        """Welcome a peer, to write here by these schemes, as soon as the arena is registered. Any earlier connection of
+        that name is over."""
         self.lookups.ready()
         for old in self.inbound.sessions:
             if old.name == peer.name and old.is_dead_if(peer.epoch, peer.host):
@@ -237,22 +238,22 @@ class Peers:
         peer.welcome(welcome(self.identity(), regions, self.regions.probe))
 
     def invited(self, peer: PeerConnection, welcome: messages.Welcome, schemes: list[str]) -> None:
-        """The peer says where it may be written, by these schemes of this node, best first."""
+        """Take in a peer's welcome: where it may be written, by these schemes of this node, the best first."""
         self.fetches.ready(peer)
         at_once = peer.is_dialled or (bool(self.connections.roster.address_of(peer.name)) and self._is_warm())
         self.regions.when_open(lambda: self.tiers.ready(peer, welcome, schemes, at_once=at_once))
 
     def over(self, peer: PeerConnection, ending: Ending, why: str) -> None:
-        """The connection is over, or never came about; not called after this node itself left or closed it."""
+        """A connection is over, or was never set up; not called if this node itself left or closed it."""
         self.tiers.gone(peer.name, why)
-        # A bye is not believed where writes are not checked: its channel says, too, when the last of them has ended.
+        # A bye does not prove that no write is in flight: only the channel can tell when the last one has ended.
         self.inbound.session_over(peer, is_dead=ending is Ending.RESTARTED)
 
     def message(self, peer: PeerConnection, body: messages.PeerBody, about: int) -> None:
-        """What a peer asks, as a session of this node, and what it answers. The numbers in it mean something between
-        these two only.
+        """Handle a peer's request, as a session of this node, or answer. Numbers in it are valid only between these two
+        nodes.
 
-        :raises ProtocolError: it makes no sense; it is dropped and counted.
+        :raises ProtocolError: the message is invalid; the caller drops and counts it.
         """
         match body:
             case messages.Admit():
@@ -280,10 +281,10 @@ class Peers:
             case messages.Chosen():
                 self.inbound.choose(peer, body.scheme)
 
-    # ---- what peers ask, as sessions --------------------------------------------------------
+    # ---- requests of peers, as sessions -----------------------------------------------------
 
     def _admit(self, peer: PeerConnection, ask: messages.Admit, number: int) -> None:
-        """Room for chunks that the peer has, or is filling. :raises ProtocolError: see `InboundPushes.admit`."""
+        """Take in a peer's offer of chunks. :raises ProtocolError: see `InboundPushes.admit`."""
         layouts = self._layouts()
         if ask.layout and layouts and ask.layout not in layouts:
             text = "%s has chunks of another KV layout than any engine here has"
@@ -293,9 +294,9 @@ class Peers:
         self.inbound.admit(peer, number, ask)
 
     def _push_to(self, peer: PeerConnection, ask: messages.Push, number: int) -> None:
-        """The peer asks for chunks: what is here is pushed to it; of a transfer also what is still being filled.
+        """Push to a peer the chunks that it asks for and that are here; of a transfer, also those being filled.
 
-        :raises ProtocolError: it asks for a push to somebody else, or its cache groups do not have as many keys each.
+        :raises ProtocolError: it asks for a push to another node, or its cache groups have unequal numbers of keys.
         """
         if ask.peer:
             raise ProtocolError(f"{peer.name} asks for a push to {ask.peer[:80]!r}")
@@ -305,7 +306,7 @@ class Peers:
             return
         length, keys = self._restorable(ask) if ask.groups else (0, ask.keys)
         hits = self._leading(peer.name, replace(ask, keys=keys))
-        hits = 0 if ask.groups and hits < len(keys) else hits  # a part of what a length needs is of no use
+        hits = 0 if ask.groups and hits < len(keys) else hits  # part of what a length needs is of no use
         coming = self._load(peer, ask, number, hits) if ask.within_s and not ask.groups and ask.transfer is None else 0
         peer.send(messages.Done(length if hits and ask.groups and ask.dry_run else hits + coming), number)
         if not hits or coming or ask.dry_run:
@@ -314,11 +315,11 @@ class Peers:
         self.env.counters["wants_served"] += 1
 
     def _load(self, peer: PeerConnection, ask: messages.Push, number: int, hits: int) -> int:
-        """How many behind those that are here this node's own tiers load in time; begins that, unless only asked."""
+        """How many chunks after those here this node's tiers can load in time; begins to, unless it is a dry run."""
         if hits == len(ask.keys):
             return 0
         wanted = Wanted(ask.keys, ask.shards, is_named=True, who=f"node {peer.name}")
-        within_s = min(ask.within_s, self.config.fetch_s)  # it is given up then
+        within_s = min(ask.within_s, self.config.fetch_s)  # the time limit of a load
         room_bytes = self._share_bytes - self._loading_bytes
         found = self._below.loadable(wanted, hits, room_bytes, Computing(within_s / (len(ask.keys) - hits)))
         found = found[: MAX_WANTS - len(self._loads)]
@@ -336,7 +337,7 @@ class Peers:
         return len(left)
 
     def loaded(self, chunks: Sequence[Chunk]) -> None:
-        """Slices of these were loaded, or never will be."""
+        """Note that slices of these chunks were loaded, or never will be."""
         for key in {chunk.key for chunk in chunks} if len(self._loads) else ():
             for load in self._loads.of(key):
                 if not self.copies.is_filled_here(key, load.push.shards):
@@ -346,7 +347,7 @@ class Peers:
                         self._push_loaded(load)
 
     def _push_loaded(self, load: Load) -> None:
-        """All of it has come; or it is late: of what is deleted meanwhile, say, nothing is told."""
+        """Push what has come of a load, when all has come or it is late: no event tells, for one, of deleted chunks."""
         self._loads_late.discard(load, load.deadline)
         self._loading_bytes -= load.nbytes
         for key in load.left:
@@ -356,12 +357,12 @@ class Peers:
                 self._push_to(load.peer, load.push, load.number)
 
     def _restorable(self, want: messages.Push) -> tuple[int, list[bytes]]:
-        """How long the longest part of a prompt of several cache groups is that is here, and what that needs."""
+        """The length of the longest part of a prompt of several cache groups that is here, and the keys it needs."""
         length, found = restorable(self._store, Wanted(want.keys, want.shards, rules=want.groups))
         return length, [chunks[0].key for chunks in found]
 
     def _leading(self, name: str, want: messages.Push) -> int:
-        """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
+        """How many leading keys to push to a peer: those that are here, within what the peer's pushes may hold."""
         queue = self.copies.queue(self.tiers.look(name))
         count, held = queue.wants, queue.wanted_bytes
         for index, key in enumerate(want.keys):
@@ -376,13 +377,13 @@ class Peers:
             held += nbytes
         return len(want.keys)
 
-    # ---- what lands -------------------------------------------------------------------------
+    # ---- pushes to this node ----------------------------------------------------------------
 
     def _push_over(self, push: InboundPush) -> None:
         offer, name, now = push.offer, push.session.name, self.env.clock()
         if offer.want and offer.transfer is None and push.landed_bytes:
             self.fetches.landed(name, offer.nbytes * offer.shards, push.landed_bytes, push.opened_at, now)
-        if not (offer.want and push.writer.wants[offer.want]):  # else another one brings chunks of another size
+        if not (offer.want and push.writer.wants[offer.want]):  # else another push brings chunks of another size
             self.fetches.over(name, offer.want, offer.transfer, now)
         if offer.transfer is not None and push.landed_bytes:
             self.marks.append(messages.Mark(offer.transfer, Event.LANDED, time.monotonic_ns(), push.landed_bytes))
@@ -390,7 +391,7 @@ class Peers:
     # ---- time and the end -------------------------------------------------------------------
 
     def turn(self) -> list[Chunk]:
-        """After each turn of the control loop: of which chunks slices have landed, or never will."""
+        """After each turn of the control loop; returns chunks of which slices have landed, or never will."""
         changed: list[Chunk] = []
         with self.env.faults.contain("the turn of questions to peers"):
             self.lookups.turn(self.env.clock())
@@ -403,7 +404,7 @@ class Peers:
         return changed
 
     def tick(self) -> None:
-        """A few times a second."""
+        """Enforce deadlines; call it a few times a second."""
         now = self.env.clock()
         with self.env.faults.contain("the tick of connections"):
             self.connections.tick()
@@ -431,7 +432,7 @@ class Peers:
         return len([name for name in self.connections.roster.names if name != self._name]) <= MAX_WARM
 
     def _warm_up(self) -> None:
-        """Dial the peers there are before the first request needs them, unless they are many."""
+        """Dial all peers before the first request needs them, unless they are many."""
         self.tiers.forget_strangers()
         self.fetches.forget(self.connections.roster.names)
         self.inbound.forget({*self.connections.roster.names, *self.connections.known})
@@ -447,7 +448,7 @@ class Peers:
                 log.debug("%s is not dialled: %s", name, error)
 
     def statuses(self) -> list[PeerStatus]:
-        """One per peer that this node has to do with."""
+        """The status of each known peer."""
         return [self._status(name) for name in sorted(self.tiers.names.union(self.connections.known))]
 
     def _status(self, name: str) -> PeerStatus:
@@ -466,7 +467,7 @@ class Peers:
         )
 
     def close(self) -> None:
-        """End what is written, say bye to all peers, close the regions. Idempotent."""
+        """End all writing, say bye to all peers, close the regions. Idempotent."""
         self.tiers.close()
         self.connections.close()
         self.inbound.close()

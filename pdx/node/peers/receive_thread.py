@@ -1,4 +1,4 @@
-"""One thread per listener that takes notifications and checks digests, while the bytes are still in a cache."""
+"""One thread per listener that takes notifications and checks digests while the bytes are still in a CPU cache."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdx.node")
 
-POLL_S = 0.0002  # between looks at listeners that cannot wake us, while something is expected
+POLL_S = 0.0002  # between polls of a listener that cannot wake the thread, while writes are expected
 IDLE_S = 0.05
-MAX_UNHEARD = 1024  # notifications that the control loop was told of and has not heard yet
+MAX_UNHEARD = 1024  # posted notifications that the control loop has not handled yet
 
 
 class ReceiveThread:
-    """Of one region's listener. `InboundPushes.grants` and what it leads to belong to the control loop and are only
-    read here; so is `is_expecting`."""
+    """The thread of one region's listener. It only reads `is_expecting`, `InboundPushes.grants` and what that leads to:
+    they belong to the control loop."""
 
     def __init__(self, pushes: InboundPushes, region: Region, listener: Listener, *, digests: str) -> None:
         """`digests`: the setting, see `NodeConfig`. Sleeps until the region's `wake` is set."""
@@ -40,19 +40,19 @@ class ReceiveThread:
         self._event = region.wake
         self._needs_digests = are_digests_due(digests, region)
         self._closing = False
-        self._posted = 0  # notifications of which the control loop was told; only the thread counts them
-        self._heard = 0  # only the control loop does
+        self._posted = 0  # notifications posted to the control loop; only the thread changes it
+        self._heard = 0  # of these, handled; only the control loop changes it
         self._thread = threading.Thread(target=self._run, name=f"pdx-land-{region.scheme}"[:15], daemon=True)
         self._thread.start()
 
     def expect(self, expecting: bool) -> None:
-        """Whether somebody may write now; only matters for channels that must be polled."""
+        """Set whether peers may write now; this only matters for channels that must be polled."""
         if expecting and not self.is_expecting:
             self._event.set()
         self.is_expecting = expecting
 
     def close(self) -> None:
-        """Stop, and wait until it has stopped. Idempotent."""
+        """Stop the thread and wait for it. Idempotent."""
         self._closing = True
         self._event.set()
         self._thread.join()
@@ -62,7 +62,7 @@ class ReceiveThread:
             self._event.clear()
             notifications: list[Notification] = []
             try:
-                if self._posted - self._heard < MAX_UNHEARD:  # else writers are held up by what is not taken
+                if self._posted - self._heard < MAX_UNHEARD:  # else take none, which holds up writers
                     notifications = self._listener.take()
             except Exception as error:  # the thread's root; a third party's listener, too
                 log.exception("taking notifications of %s failed", self._region.scheme)
@@ -70,7 +70,7 @@ class ReceiveThread:
             for notification in notifications:
                 try:
                     self._take(notification)
-                except Exception as error:  # one that cannot be handled shall not take the others with it
+                except Exception as error:  # a bad notification must not take the others with it
                     log.exception("a notification of %s cannot be handled", self._region.scheme)
                     self._failed(error)
             poll_s = POLL_S if self.is_expecting else IDLE_S
@@ -81,7 +81,7 @@ class ReceiveThread:
         self._tell(lambda: self._pushes.malformed(self._region.scheme, text))
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """Have the control loop call this. The thread only."""
+        """Have the control loop call this; called on the thread only."""
         self._posted += 1
 
         def hear() -> None:
@@ -105,7 +105,7 @@ class ReceiveThread:
             self._tell(lambda: self._pushes.landed(self._region.scheme, token, landed.admit, good, bad, nbytes))
 
     def _check(self, token: bytes, landed: Landed) -> tuple[list[Slices], list[Slices], int]:
-        """Slices that landed whole, those whose bytes are not what was sent, and the bytes of the former."""
+        """Slices that landed whole, slices whose bytes do not match, and the number of bytes in the former."""
         good: list[Slices] = []
         bad: list[Slices] = []
         nbytes = 0
@@ -113,7 +113,7 @@ class ReceiveThread:
             push = self._pushes.grants.get(slices.offset)
             chunk = push.chunks.get(slices.offset) if push is not None and push.session.token == token else None
             if chunk is None or chunk.slot.generation != slices.generation:
-                continue  # given up meanwhile, or never this peer's: nobody waits for it
+                continue  # given up meanwhile, or never this peer's
             if slices.first_layer + slices.layers <= chunk.layers and self._is_whole(slices, chunk):
                 nbytes += slice_span(chunk.slot.nbytes, chunk.layers, slices.first_layer, slices.layers)[1]
                 good.append(slices)

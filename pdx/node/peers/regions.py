@@ -1,6 +1,6 @@
-"""The node's arena, registered once with every channel that works here, and the threads that watch what lands.
+"""The node's arena, registered once with every channel that works here, and the listeners that watch what lands.
 
-Registering imports libraries and may take a second, so it happens on a thread, when the first peer comes or is called.
+Registering imports libraries and may take a second, so it happens on a thread, when the first peer comes or is dialled.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ log = logging.getLogger("pdx.node")
 
 
 def are_digests_due(setting: str, region: Region) -> bool:
-    """Whether what this region's channels write carries digests, and must; `setting`: `NodeConfig.digests`."""
+    """Whether writes by this region's channels must carry digests; `setting`: `NodeConfig.digests`."""
     return setting == "always" or (setting == "wire" and region.crosses_wire)
 
 
 class Regions:
-    """All regions of one arena. Owned by the control loop; `open` works on a thread of its own."""
+    """All regions of one arena. Owned by the control loop; `_open` runs on a thread of its own."""
 
     def __init__(self, config: NodeConfig, env: Env, arena: Arena, probe: Slot) -> None:
         """`probe`: a slot that a peer may write to before it has chosen a channel.
 
-        Without `config.channels` all are used that work and authenticate, and the others in a trusted network.
+        Without `config.channels`, all working channels that authenticate are used; in a trusted network also others.
         """
         self.arena = arena
         self.probe = probe
         self.is_open = False
         self.regions: dict[str, Region] = {}
         self.listeners: dict[str, Listener] = {}
-        self.why: dict[str, str] = {}  # schemes that do not work here
+        self.why: dict[str, str] = {}  # by scheme that does not work here
         self._config = config
         self._env = env
         self._host = data_host(listen_address(config))
         self._memory: Memory | None = None
-        self._found: dict[str, tuple[Region, Listener]] = {}  # what the thread has opened
-        self._missing: dict[str, str] = {}  # what it could not, and why
+        self._found: dict[str, tuple[Region, Listener]] = {}  # opened by the thread
+        self._missing: dict[str, str] = {}  # why the thread could not open a scheme
         self._thread: threading.Thread | None = None
         self._waiting: list[Callable[[], None]] = []
         self._closing = threading.Event()
 
     @property
     def schemes(self) -> list[str]:
-        """Those that work here, in the order they were asked for."""
+        """The schemes that work here, in order of preference."""
         return list(self.listeners)
 
     @property
     def candidates(self) -> list[str]:
-        """Those that may work here, in the order they were asked for."""
+        """The schemes that may work here, in order of preference."""
         found = schemes(on_gpu=bool(self.arena.gpu))
         return self._config.channels or [scheme for scheme in found if scheme not in BY_NAME]
 
     def when_open(self, call: Callable[[], None]) -> None:
-        """Call this on the control loop as soon as the regions are open, which the first caller sets off."""
+        """Call this on the control loop as soon as the regions are open; the first caller starts to open them."""
         if self.is_open:
             call()
             return
@@ -95,7 +95,7 @@ class Regions:
                 if region.takes_codec:
                     region.codec = self._config.wire_codec
                 opened[scheme] = region, region.listen()
-            except Exception as error:  # a third party's code, too: this scheme does not work, the others may
+            except Exception as error:  # third-party code, too: only this scheme fails
                 why[scheme] = str(error)
                 if not isinstance(error, PdxError):
                     why[scheme] = f"{type(error).__name__}: {error}"
@@ -112,14 +112,14 @@ class Regions:
         return Memory(arena.data, arena.path)
 
     def _opened(self) -> None:
-        """The thread is through. Once, also where `close` was first."""
+        """Take over what the thread has opened. Only once, even if `close` came first."""
         if self.is_open:
             return
         self.why = self._missing
         for scheme, (region, listener) in self._found.items():
             self.regions[scheme], self.listeners[scheme] = region, listener
         for scheme, text in self.why.items():
-            # Asked for by name, its absence is worth a warning; otherwise `pdx doctor` tells.
+            # The absence of a channel named in the settings is worth a warning; else `pdx doctor` shows it.
             is_missed = scheme in self._config.channels
             self._env.counters["channels_unavailable"] += is_missed
             log.log(logging.WARNING if is_missed else logging.INFO, "no channel %s: %s", scheme, text)
@@ -129,9 +129,9 @@ class Regions:
             call()
 
     def close(self) -> None:
-        """Close all regions, also those that are just being opened. Idempotent."""
+        """Close all regions, including those being opened. Idempotent."""
         self._closing.set()
-        self._waiting.clear()  # nobody begins anything with them any more
+        self._waiting.clear()  # nothing begins to use them any more
         if self._thread is not None:
             self._thread.join()
             self._thread = None

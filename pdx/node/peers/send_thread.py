@@ -1,4 +1,4 @@
-"""One thread per peer that writes to it: chooses the channel, makes digests, submits writes, watches them end."""
+"""One thread per peer that writes to it: chooses the channel, makes digests, submits writes and waits for them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdx.node")
 
-PROBE_S = 1.0  # a scheme that takes longer than that for a few megabytes is not worth waiting for
+PROBE_S = 1.0  # for a probe of a few megabytes; a slower scheme is dropped
 PROBE_ROUNDS = 5
 PROBE_WRITES = 4  # at a time
 TRY_BYTES = 4096
-POLL_S = 0.0002  # between looks at channels that cannot wake us
+POLL_S = 0.0002  # between polls of a channel that cannot wake the thread
 
 
 class SendThread:
-    """Of one connection to a peer. All methods belong to the control loop's thread, on which `PeerTiers` is told what
-    came of it: `channel_chosen`, `written` once for each job, `channel_broken`, and at last `sender_ended`."""
+    """The thread of one connection to a peer. Public methods are for the control loop's thread, on which it calls
+    `PeerTiers`: `channel_chosen`, `written` once per job, `channel_broken`, and at last `sender_ended`."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class SendThread:
         preferred: str = "",
     ) -> None:
         """`welcome` says where the peer may be written. `order`: the schemes to try; the first that connects is used.
-        To `measure` is to connect all and use the fastest; once `preferred` has connected, no other is tried."""
+        `measure`: connect all and use the fastest; once `preferred` has connected, no other is tried."""
         self.tier = tier
         self.peer = peer
-        self.missing: dict[str, str] = {}  # why a scheme does not lead there; whole when the channel is chosen
+        self.missing: dict[str, str] = {}  # why a scheme does not work; complete when the channel is chosen
         self._tiers = tiers
         self._remotes = {region.scheme: region for region in welcome.regions}
         self._probe = welcome.probe
@@ -68,7 +68,7 @@ class SendThread:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Write it, in the order of submission."""
+        """Enqueue a job; jobs are written in order."""
         self._jobs.append(job)
         self._event.set()
 
@@ -78,7 +78,7 @@ class SendThread:
         self._event.set()
 
     def forget(self, copy: int) -> None:
-        """No job of this copy is left."""
+        """Forget a copy of which no job is left."""
         self._aborted.discard(copy)
 
     def close(self) -> None:
@@ -114,16 +114,16 @@ class SendThread:
         self._post(lambda: self._tiers.channel_broken(self, why))
 
     def _end(self, channel: Channel | None, under_way: list[tuple[Job, Transfer]]) -> None:
-        """Whatever was asked for is answered, and no local byte is read any more."""
+        """Close the channel, so that no local byte is read any more, and report all jobs."""
         if channel is not None:
             channel.close()
         for job, transfer in under_way:
-            # Not sent at all, or not known to have arrived: the push will not be taken as complete either way.
+            # Either not sent or not known to have arrived; both ways the push does not count as complete.
             self._over(job, transfer.error if transfer.poll() else ChannelBroken("closed"))
         self._post(self._ended)
 
     def _ended(self) -> None:
-        """On the control loop's thread: it may have submitted until it heard that the channel is broken."""
+        """On the control loop's thread, which may have submitted jobs until it heard that the channel is broken."""
         while self._jobs:
             self._tiers.written(self, self._jobs.popleft(), ChannelBroken("closed"))
         self._tiers.sender_ended(self)
@@ -146,7 +146,7 @@ class SendThread:
 
     def _write_all(self, channel: Channel, under_way: list[tuple[Job, Transfer]]) -> None:
         while self._jobs and not self._closing:
-            job = self._jobs[0]  # stays there until it is under way: whatever fails, it is answered
+            job = self._jobs[0]  # stays there until it is being written, so that it is reported whatever fails
             if job.number in self._aborted:
                 self._done(self._jobs.popleft(), TransferAborted("the copy was given up"))
                 continue
@@ -159,7 +159,7 @@ class SendThread:
             self._collect(under_way)
 
     def _notification(self, job: Job) -> bytes:
-        """What is said with this write: which slices it carries, with their digests where they are due."""
+        """The notification of this job's write: its slices, with digests if they are due."""
         if self._digesting is None:
             return encode(Landed(job.number, [slices(part) for part in job.parts]))
         self._digest(job)
@@ -169,7 +169,7 @@ class SendThread:
         return future.result()
 
     def _digest(self, job: Job) -> None:
-        """This job is next: its digests are made on a thread of their own, while another job is written."""
+        """Start to make the digests of the next job, on a thread of their own, while another job is written."""
         if self._digesting is not None and (self._begun is None or self._begun[0] is not job):
             self._begun = (job, self._digesting.submit(self._digested, job))
 
@@ -198,7 +198,7 @@ class SendThread:
     # ---- choosing ---------------------------------------------------------------------------
 
     def _choose(self) -> tuple[str, Channel]:
-        """The channel to use: the first that connects, or the fastest of those that do.
+        """Choose the first channel that connects, or the fastest of those that do.
 
         :raises ChannelBroken: none connects; the text says why, scheme by scheme.
         """
@@ -214,7 +214,7 @@ class SendThread:
         return best, connected[best]
 
     def _best(self, connected: dict[str, Channel]) -> tuple[str, dict[str, float]]:
-        """The scheme to use, and GB/s by scheme where they were measured. All that connect are in `connected`."""
+        """The scheme to use, and the measured GB/s by scheme. Adds all channels that connect to `connected`."""
         why: list[str] = []
         for scheme in self._order:
             is_enough = not self._is_measuring or self._preferred in connected
@@ -234,15 +234,14 @@ class SendThread:
         return max(connected, key=lambda scheme: rates.get(scheme, 0.0)), rates
 
     def _without(self, scheme: str, error: ChannelError) -> str:
-        # Asked for by name, it should work; among all there are, some never lead to some peers.
+        # A scheme from the settings should work; among all schemes, some never work with some peers.
         level = logging.INFO if self._is_measuring else logging.WARNING
         log.log(level, "no %s to %s: %s", scheme, self.tier.name, error)
         self.missing[scheme] = str(error)
         return f"{scheme}: {error}"
 
     def _measure(self, connected: dict[str, Channel], why: list[str]) -> dict[str, float]:
-        """GB/s of each channel at its best; round by round, so that what disturbs one disturbs all. Drops those that
-        fail."""
+        """The best GB/s of each channel, round by round so that a disturbance affects all. Drops channels that fail."""
         rates: dict[str, float] = {}
         for _ in range(PROBE_ROUNDS if self._probe is not None else 0):
             for scheme, channel in list(connected.items()):
@@ -256,20 +255,20 @@ class SendThread:
         return rates
 
     def _rate(self, channel: Channel, probe: Slot) -> float:
-        """GB/s of a few writes to the peer's probe slot at a time, as in a push."""
+        """GB/s of a few concurrent writes to the peer's probe slot, as in a push."""
         nbytes = min(probe.nbytes, self._tiers.regions.arena.nbytes - self._tiers.regions.probe.offset)
         seconds = self._write_probe(channel, probe, nbytes, PROBE_WRITES, PROBE_S)
         return PROBE_WRITES * nbytes / seconds / 1e9
 
     def _try(self, channel: Channel) -> None:
-        """One small write to the peer's probe slot: a channel through which nothing goes is none, though it has
-        connected. :raises ChannelError: it does not go."""
+        """Write a few bytes to the peer's probe slot, because a channel may connect and still not work.
+        :raises ChannelError: the write fails."""
         if self._probe is not None:
             nbytes = min(TRY_BYTES, self._probe.nbytes)
             self._write_probe(channel, self._probe, nbytes, 1, self._tiers.config.peer_timeout_s)
 
     def _write_probe(self, channel: Channel, probe: Slot, nbytes: int, count: int, limit_s: float) -> float:
-        """How long so many writes at a time took."""
+        """Make `count` concurrent writes; return the seconds they took."""
         notify = encode(Landed(0, []))
         piece = Piece(self._tiers.regions.probe.offset, probe.offset, nbytes)
         start = time.perf_counter()
@@ -288,19 +287,19 @@ class SendThread:
 
 
 def slices(part: Part, its_digests: bytes = b"") -> Slices:
-    """What the notification of a write says of one part of it."""
+    """One part of a write as its notification describes it."""
     assert part.remote is not None
     return Slices(part.remote.offset, part.remote.generation, part.first_layer, part.count, its_digests)
 
 
 def spans(part: Part) -> list[tuple[int, int]]:
-    """Where each slice lies in the arena: (offset, bytes)."""
+    """The (offset, bytes) in the arena of each slice."""
     of_slices = (slice_span(part.slot.nbytes, part.layers, part.first_layer + at, 1) for at in range(part.count))
     return [(part.slot.offset + start, nbytes) for start, nbytes in of_slices]
 
 
 def piece(part: Part) -> Piece:
-    """What a channel copies for one part of a write."""
+    """One part of a write as the channel copies it."""
     assert part.remote is not None
     start, nbytes = part.span
     return Piece(part.slot.offset + start, part.remote.offset + start, nbytes)
