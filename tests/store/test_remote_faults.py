@@ -12,6 +12,7 @@ from remote_bed import Relay, S3Handler, connections, free_port, key, made, open
 
 from pdx.errors import TierError
 from pdx.store.health import PAUSE_S
+from pdx.store.remote import redis_backend
 from pdx.store.remote.catalog import NOT_THERE_S
 from pdx.store.remote.redis_backend import RedisBackend
 from pdx.store.remote.tier import HEAD_BYTES, THREADS
@@ -311,6 +312,19 @@ def test_a_server_that_refuses_writes_alone_is_read(beds, tmp_path, serve, refus
     for each in (bed, beds(server.url).opened()):
         assert each.sought([1]) == 1
         assert each.load(1) is None
+
+
+def test_a_chunk_that_is_larger_than_a_server_takes_costs_no_reads(beds, redis, monkeypatch):
+    """It ends the connection of who sends one."""
+    monkeypatch.setattr(redis_backend, "MOST_BYTES", 1 << 20)
+    redis.cli("CONFIG", "SET", "proto-max-bulk-len", str(1 << 20))
+    bed = beds(redis.url, slot_bytes=2 << 20).opened()
+    error = bed.store(1)
+    assert error.kind == "full"
+    assert "proto-max-bulk-len" in str(error)
+    assert not bed.tier.takes_stores
+    assert bed.tier.status().is_up
+    assert bed.sought([1]) == 0
 
 
 def test_who_is_no_store_at_all(beds, caplog):

@@ -20,6 +20,7 @@ from pdx.store.remote.backend import REDIS_SCHEMES, Backend, Credentials, Found,
 
 PORT = 6379
 SUPPORTED = "redis[hiredis]>=5.2,<9"  # as in pyproject.toml; `_Bounded` overrides what is not documented
+MOST_BYTES = 512 << 20  # of a value, unless a server is told otherwise; then it ends the connection
 _NO_WRITES = ("MISCONF ", "NOREPLICAS ")  # it cannot save to its disk, or has too few replicas
 _this = threading.local()  # `ends_at` of the call that a thread has under way, by CLOCK_MONOTONIC
 
@@ -211,8 +212,14 @@ class RedisBackend(Backend):
 
     def write(self, name: str, data: Sequence[memoryview]) -> None:
         whole = b"".join(data)
-        with self._call(self._timeout_s) as client:
-            client.set(self._name(name), whole, px=int(self._ttl_s * 1000) or None)
+        try:
+            with self._call(self._timeout_s) as client:
+                client.set(self._name(name), whole, px=int(self._ttl_s * 1000) or None)
+        except TierError as error:
+            if len(whole) <= MOST_BYTES:
+                raise
+            what = f"{len(whole) >> 20} MiB may be more than it takes (proto-max-bulk-len)"
+            raise TierError(f"{error}; {what}: choose a smaller chunk_tokens", "full") from error
 
     def remove(self, names: Sequence[str]) -> None:
         with self._call(self._timeout_s) as client:
