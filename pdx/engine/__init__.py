@@ -1,1 +1,1 @@
-"""What every engine needs to save and to load chunks."""
+"""The engine side: saving and loading chunks, for any engine."""

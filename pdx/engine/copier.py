@@ -1,4 +1,4 @@
-"""What copies pages between a worker's KV cache and its node's arena: on a CPU at once, on a GPU on streams."""
+"""Copying pages between a worker's KV cache and its node's arena: on a CPU synchronously, on a GPU on streams."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Scatter:
     """Copies the chunks of one load: the load thread calls `copy` any number of times, then `close`."""
 
     copier: PageCopier
-    mapped: Any  # what the copier has made of the arena
-    fence: Any = None  # what must have passed before the first copy
+    mapped: Any  # the copier's own view of the arena
+    fence: Any = None  # the event that must pass before the first copy
 
     def copy(self, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
-        """Copy these layers of these pages, which are of one cache group; those whose slots were not the promised ones
-        before and after, or out of reach."""
+        """Copy these layers of these pages, which are of one cache group. Returns those that failed: their slots were
+        not current before and after, or out of reach."""
         return self.copier.load(self, pages, layers)
 
     def close(self) -> None:
-        """Let go of the arena."""
+        """Release the arena."""
         self.copier.let_go(self)
 
 
@@ -42,45 +42,44 @@ class PageCopier(ABC):
 
     @abstractmethod
     def use(self, arena: Arena | None) -> None:
-        """This is the node's arena from now on; None: the node is gone. May take long.
+        """Use this arena of the node from now on; None: the node is gone. May take long.
 
-        An arena that pages cannot be copied to is logged and counted; then `begin` takes nothing, and nothing is
+        An arena that pages cannot be copied to is logged and counted; then `begin` accepts nothing, and nothing is
         loaded.
         """
 
     @abstractmethod
     def begin(self, arena: Arena, pages: Sequence[PagesPlan]) -> list[PagesPlan]:
-        """A step starts that gathers these pages into `arena`; the pages that can be gathered.
-
-        The slots of the others are not promised any more, or out of reach.
+        """Start a step that gathers these pages into `arena`. Returns those that can be gathered: the slots of the
+        others are no longer current, or out of reach.
         """
 
     @abstractmethod
     def gather(self, group: int, layers: range) -> bool:
-        """These layers of a cache group are computed: copy their pages to the slots. False: nothing is copied now."""
+        """Copy the pages of these layers of a cache group to the slots: they are computed. False: nothing is copied."""
 
     @abstractmethod
     def copied(self) -> Callable[[], bool]:
-        """What tells, from any thread, whether all copies up to now have ended."""
+        """A function for any thread that tells whether all copies up to now have ended."""
 
     @abstractmethod
     def after_copies(self, action: Action) -> None:
-        """Call `action` when all copies up to now have ended. Actions are called one after the other, in order."""
+        """Call `action` when all copies up to now have ended. Actions are called one by one, in order."""
 
     @abstractmethod
     def after_compute(self, action: Action) -> bool:
-        """Call `action` when all that the engine has queued up to now is computed, one after the other, in order.
+        """Call `action` when all that the engine has queued up to now is computed; one by one, in order.
 
         False: the engine captures a graph and computes nothing now, so `action` will not be called.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """The forward pass is over: let nothing overwrite pages before they are gathered. No step: nothing happens."""
+        """End the step: let nothing overwrite its pages before they are gathered. No-op without a step."""
 
     @abstractmethod
     def loading(self, arena: Arena) -> Scatter | None:
-        """For one load: what copies it behind all that was computed up to now. None: nothing can be loaded."""
+        """A `Scatter` for one load, which copies behind all that was computed by now. None: nothing can be loaded."""
 
     @abstractmethod
     def load(self, source: Scatter, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:

@@ -1,4 +1,4 @@
-"""Pages in host memory, which the CPU copies: when a hook returns, its gather is done, and so is all before it."""
+"""Copies pages in host memory by the CPU: when a hook returns, its gather is done, and so are all before it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class _Target(NamedTuple):
 
 
 class CpuCopier(PageCopier):
-    """`layers` are, by cache group and shard of the rank, the engine's blocks per layer, as rows [num_blocks,
-    page_bytes / 16]."""
+    """The copier of a CPU. `layers`: by cache group and shard of the rank, the engine's blocks of each layer as rows
+    [num_blocks, page_bytes / 16]."""
 
     is_asynchronous = False
 
@@ -51,7 +51,7 @@ class CpuCopier(PageCopier):
         self._turning = turning
         if turning is not None:
             turning.warm_up()
-        # The same pages, by layer and shard of the rank, as elements that can be turned.
+        # The same pages, by shard of the rank and layer, as elements that can be turned.
         self._elements = [[turning.pages(rows) for rows in of_shard] for of_shard in layers[0]] if turning else []
         self._groups = groups
         self._share = share
@@ -107,7 +107,7 @@ class CpuCopier(PageCopier):
         return mapped[1] if mapped is not None and mapped[0] is arena else None
 
     def _targets_of(self, pages: Sequence[PagesPlan], arena: Arena, data: torch.Tensor) -> list[_Target]:
-        """Of those pages whose slots are still the promised ones, which also says that they lie within the arena."""
+        """The targets of pages whose slots are still the promised ones; such slots lie within the arena."""
         targets = []
         for each in pages:
             slots = each.slots_of(self._share)

@@ -1,11 +1,11 @@
 """The chunks of a draft model's layers: beside those of the model, under keys of their own.
 
-The KV of a draft model decides which tokens are proposed, and never which are right. So one of its chunks that is not
-there is no miss: the engine drafts on what its pages hold, and some of these drafts are rejected. Engines with other
-draft models, or with none, share the model's own chunks.
+A draft model's KV decides which tokens are proposed, never which are right. So a missing chunk of it is no miss: the
+engine drafts from whatever its pages hold, and some of these drafts are rejected. Engines with other draft models, or
+with none, share the model's own chunks.
 
-For the scheduler half a request is tracked twice then (`TrackedRequest.drafts`). Both have the same life, but for what
-is said here.
+The scheduler half tracks a request with drafts twice (`TrackedRequest.drafts`). Both share one life cycle, except as
+said here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pdx.engine.store_lookup import StoreLookup
 from pdx.memory.layout import CacheGroups
 from pdx.wire.hints import Envelope, Hints
 
-# A request whose own chunks are there waits so long for those of its drafts: for the node's answer, or for the end of
-# the transfer, or of the loads from a tier, which may bring them last.
+# How long a request whose own chunks are there waits for those of its drafts: for the node's answer, or for the end of
+# a transfer or of loads from a tier, which may bring them last.
 WAIT_S = 0.2
 
 
@@ -33,31 +33,31 @@ class Drafts:
     """The draft model of one engine. One thread: the scheduler's."""
 
     def __init__(self, groups: CacheGroups, lookup: StoreLookup, clock: Callable[[], float] = time.monotonic) -> None:
-        """`groups`: those of its layers, of which `lookup` asks."""
+        """`groups`: those of its layers, which `lookup` asks about."""
         self.lookup = lookup
         self._groups = groups
         self._clock = clock
-        self._bare: set[int] = set()  # blocks that were filled from the store, but not with its KV
+        self._bare: set[int] = set()  # blocks that were filled from the store, without its KV
 
     def track(self, tracked: TrackedRequest, fingerprint: bytes) -> None:
-        """A new request, whose own keys are made with `fingerprint`. Lossy forms are of the model's KV alone."""
+        """Track a new request's drafts. Its own keys are made with `fingerprint`. A lossy form has no drafts."""
         if tracked.state is State.LEFT_OUT or tracked.hints.form:
             return
         params, hints = tracked.params, tracked.hints
-        if params.transfer_id is not None:  # its two legs name it alike
+        if params.transfer_id is not None:  # both legs derive the same name
             name = hashlib.sha256(f"drafts of {params.transfer_id}".encode()).hexdigest()[:32]
             params = msgspec.structs.replace(params, transfer_id=name, is_early=False)
         envelope = Envelope(Hints("", salt=hints.salt, ttl_s=hints.ttl_s))
         tracked.drafts = TrackedRequest(tracked.request, self._groups, params, fingerprint, envelope)
 
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """Ask what is there. Of a transfer nobody has heard yet, perhaps: its prefill leg begins it before it ends."""
+        """Ask what is there. Decode legs do not ask yet: the prefill leg may begin the transfer as late as its end."""
         if (own := tracked.drafts) is not None and not own.is_decode:
             self.lookup.begin(own, connection)
 
     def worth_loading(self, tracked: TrackedRequest, connection: Connection, tokens: int) -> int | None:
-        """How many of so many leading tokens to load, which the store has of the model; None: ask again. A part of a
-        chunk is there without the KV of drafts: it is computed, where they have all before it."""
+        """How many of the leading `tokens` that the store has of the model to load; None: ask again. A part of a chunk
+        comes without drafts' KV, so it is computed if the drafts have everything before it."""
         own = tracked.drafts
         if own is None or (own.is_decode and tokens <= tracked.local_tokens):
             return tokens
@@ -73,8 +73,8 @@ class Drafts:
     def allocated(
         self, tracked: TrackedRequest, num_external: int, connection: Connection | None
     ) -> tuple[list[PagesPlan], list[SlotGrant]]:
-        """The request has got blocks, for so many tokens from the store: what is loaded of its drafts; and what will
-        not be saved, since it would be computed from drafts' KV that is not there."""
+        """The request has got blocks, for so many tokens from the store. Returns what to load of its drafts, and what
+        will not be saved because it would be computed from missing drafts' KV."""
         own = tracked.drafts
         if own is None or not own.is_queued:  # or its load is over
             return [], []
@@ -97,7 +97,7 @@ class Drafts:
         return pages, lost
 
     def _is_bare(self, own: TrackedRequest, num_external: int, loaded: set[int]) -> bool:
-        """Whether some of the prompt's beginning has no KV of drafts."""
+        """Whether a part of the prompt's beginning has no KV of drafts."""
         is_bare, end_tokens = False, own.local_tokens + num_external
         for layout, place in zip(self._groups, self._groups.places, strict=True):
             table = own.tables[place.table]
@@ -108,7 +108,7 @@ class Drafts:
         return is_bare
 
     def _doubted(self, own: TrackedRequest, end_tokens: int) -> list[SlotGrant]:
-        """Nothing is saved that holds such KV, or that was computed from it: that of one layer depends on no other
+        """The grants to drop: what holds such KV or was computed from it. With one layer, KV depends on no other
         token's."""
         lost = own.node.grants
         if sum(each.num_layers for each in self._groups) > 1:
@@ -119,7 +119,7 @@ class Drafts:
         return lost
 
     def computing(self, own: TrackedRequest, step: StepRequest) -> None:
-        """The blocks that the step's request has got are filled anew."""
+        """The step overwrites the new blocks of its request, drafts' KV included."""
         if self._bare:
             for layout, place in zip(self._groups, self._groups.places, strict=True):
                 new = own.tables[place.table][layout.num_blocks(step.computed) :]

@@ -1,7 +1,7 @@
-"""The form of a request's chunks: exact, with a loss below memory, moved or blended; and what is told of their tokens.
+"""The form of a request's chunks: exact, lossy below memory, moved or blended; and what nodes are told of their tokens.
 
 Requests of a form are kept apart from all others, in the engine's own cache by their cache salt and in the store by
-their keys: no exact request ever meets what they load or save.
+their keys: no exact request ever finds what they load or save.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _NOT_APART = "the engine's own cache would give its blocks to requests that are 
 
 
 class Forms:
-    """Of one engine. One thread: the scheduler's."""
+    """The forms of one engine's requests. One thread: the scheduler's."""
 
     def __init__(self, groups: CacheGroups, hashing: BlockHashing, *, not_moved: str) -> None:
-        """`not_moved`: why this engine moves nothing; empty: it does."""
+        """`not_moved`: why this engine loads no tokens at other positions; empty: it does."""
         self._groups = groups
         self._hashing = hashing
         self._not_moved = not_moved
@@ -38,11 +38,11 @@ class Forms:
     # ---- a new request ----------------------------------------------------------------------
 
     def of(self, request: EngineRequest, envelope: Envelope, *, is_new: bool, count: Callable[..., None]) -> Envelope:
-        """The envelope with the form that the request's chunks have, if it asks for one. Nodes are told how much a
-        lossy codec leaves of them, and no more.
+        """The envelope with the form that the request's chunks get, if it asks for one. Its hints, which nodes see,
+        name a lossy form only.
 
-        A request that cannot have what it asks for gets exact chunks, and never another's that are not. `is_new`: it
-        has no blocks of the engine's own cache yet. `count`: `NodeLink.count`.
+        A request that cannot have the form it asks for gets exact chunks, and never finds others. `is_new`: it has no
+        blocks of the engine's own cache yet. `count`: `NodeLink.count`.
         """
         hints, verdicts = envelope.hints, list[Verdict]()
         lossy, no_codec = self._lossy(hints)
@@ -101,7 +101,7 @@ class Forms:
         return lossy_fingerprint(self.fingerprint, form) if form else self.fingerprint
 
     def scope(self, tracked: TrackedRequest) -> bytes | None:
-        """See `Told.scope`; None: nothing is told or found of its tokens."""
+        """See `Told.scope`; None: its tokens are neither told nor found."""
         if self._not_moved or tracked.hints.form or tracked.state is State.LEFT_OUT:
             return None
         beside = self._hashing.beside(tracked.request)
@@ -112,7 +112,7 @@ class Forms:
         return digest.digest()
 
     def told(self, tracked: TrackedRequest, first: int, count: int) -> Told | None:
-        """What a node is told of the tokens of whole chunks [first, first + count), so that others find them; None:
+        """What a node is told of the tokens of whole chunks [first, first + count), for others to find them; None:
         nothing."""
         size = self._groups.chunk_tokens
         if count < 1 or (scope := self.scope(tracked)) is None:
@@ -121,10 +121,10 @@ class Forms:
         return Told(scope, self.ids(tracked, start, end), size, start, bool(tracked.envelope.form))
 
     def ids(self, tracked: TrackedRequest, first: int, end: int) -> bytes:
-        """Its tokens, as messages have them."""
+        """Its tokens, as messages encode them."""
         try:
             ids = array("I", self._hashing.tokens(tracked.request, first, end))
-        except (OverflowError, TypeError):  # what stands there is no token: nothing is the same
+        except (OverflowError, TypeError):  # not a token id: nothing matches
             return b""
         if sys.byteorder == "big":
             ids.byteswap()

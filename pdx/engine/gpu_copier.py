@@ -1,4 +1,4 @@
-"""Pages in a GPU's memory: kernels on streams of their own copy them, threads wait for the streams. docs/adr/0020."""
+"""Copies pages in a GPU's memory: by kernels on streams of their own, which threads wait for (docs/adr/0020)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from pdx.memory.arena import Arena
 from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 
-LAUNCH_BYTES = 64 << 20  # programs that run are not preempted: the engine's kernels start between two launches
+LAUNCH_BYTES = 64 << 20  # running kernels are not preempted: the engine's can start only between launches
 log = logging.getLogger("pdx.engine")
 
 
 class MappedArena:
     """A node's arena as the engine's GPU sees it: mapped memory of a GPU, or host memory that is being page-locked.
 
-    The mapping stays as long as somebody holds it: who has opened it, and who has kernels on their way. Unmapping may
-    wait for the GPU, so the engine's thread must not be the last to `release` it. `_lock` guards the count of holds.
+    The mapping stays while it has holds: its opener's, and one per step or load with kernels in flight. Unmapping may
+    wait for the GPU, so the engine's thread must not be the last to `release` it. `_lock` guards `_holds`.
     """
 
     def __init__(self, arena: Arena, place: Place, lock: PageLock | None) -> None:
@@ -48,8 +48,8 @@ class MappedArena:
 
     @classmethod
     def open(cls, arena: Arena, gpu: Gpu, on_refused: Callable[[str], None]) -> MappedArena:
-        """Map the arena for `gpu`, or a PdxError; or begin to page-lock it: `on_refused` hears, from another thread, if
-        that fails."""
+        """Map a GPU's arena for `gpu`, or begin to page-lock a host arena; if that fails, another thread calls
+        `on_refused`. Raises PdxError if the arena cannot be mapped."""
         if isinstance(arena, GpuArena):
             arena.map(gpu)
             return cls(arena, Place.HERE if arena.gpu == gpu.uuid else Place.PEER, None)
@@ -61,7 +61,7 @@ class MappedArena:
         return f"<MappedArena {self.arena!r} {self._page_lock!r}, {self._holds} holds>"
 
     def hold(self) -> bool:
-        """Keep it open until `release`; whether it still is."""
+        """Keep it open until `release`. False: it is closed already."""
         with self._lock:
             if self._holds:
                 self._holds += 1
@@ -79,17 +79,17 @@ class MappedArena:
                 self.arena.unmap()  # an engine that has slept maps it again
 
     def reaches(self, slot: Slot, nbytes: int) -> bool:
-        """Whether it is (still) a slot of so many bytes at least, and the GPU finds them. Only while held."""
+        """Whether it is (still) a slot of at least so many bytes that the GPU can reach. Only while held."""
         if nbytes > slot.nbytes or not self.arena.is_current(slot):
             return False
         return self._page_lock is None or self._page_lock.covers(slot.offset, slot.nbytes)
 
 
 class EventThread:
-    """A thread that waits for events in the order in which they were queued, and does what was queued with each.
+    """A thread that waits for events in the order in which they were queued, and calls the action queued with each.
 
-    The queue is as long as the GPU is behind: a step's compute waits for the copies of the step before it.
-    If waiting fails, the thread is over: nobody knows then what still runs, so no action is called any more.
+    The queue grows only as far as the GPU lags: a step's compute waits for the copies of the step before it. If waiting
+    fails, it is unknown what still runs on the GPU, so no action is called any more.
     """
 
     def __init__(self, name: str, copier: GpuCopier) -> None:
@@ -139,12 +139,12 @@ class _Step:
     # By cache group and shard, of the groups that have pages in this step; those of an arena in host memory are staged.
     batches: Mapping[tuple[int, int], Batch]
     staged: Mapping[tuple[int, int], Sequence[Staged]]
-    is_refused: bool = False  # CUDA did not take a launch: nothing of the step is whole
+    is_refused: bool = False  # CUDA refused a launch: nothing of the step is whole
 
 
 class GpuCopier(PageCopier):
-    """`pages` are the engine's, by cache group and shard. One stream gathers, one loads; `pdx-copied` calls what comes
-    after copies, `pdx-computed` what comes after compute.
+    """The copier of a GPU. `pages`: the engine's, by cache group and shard. One stream gathers, one loads; thread
+    `pdx-copied` calls actions after copies, `pdx-computed` those after compute.
 
     The engine's thread owns `_step` and `_fence`; `_arenas` guards which arena is mapped, and whether copies failed.
     """
@@ -180,10 +180,10 @@ class GpuCopier(PageCopier):
         self._link = link
         self._gathering, self._loading = streams.new_stream(), streams.new_stream()
         self._fence = streams.event()
-        self._spare: deque[StreamEvent] = deque()  # events that have passed and that nobody waits for
+        self._spare: deque[StreamEvent] = deque()  # events that have passed and have no waiters
         self._arenas = threading.Lock()
         self._mapped: MappedArena | None = None
-        self._has_failed = bool(why)  # CUDA does nothing (any more) for this process
+        self._has_failed = bool(why)  # CUDA is unusable in this process
         self._step: _Step | None = None
         self._staging: Staging | None = None  # once an arena in host memory was mapped
         self._copied = EventThread("pdx-copied", self)
@@ -223,7 +223,7 @@ class GpuCopier(PageCopier):
         self._link.count("page_lock_refused")
 
     def failed(self, error: Exception) -> None:
-        """What was under way stays reserved and mapped until this process ends: nobody knows what writes there."""
+        """Copies in flight stay reserved and mapped until this process ends: it is unknown what still writes there."""
         with self._arenas:
             was_known, self._has_failed = self._has_failed, True
         if not was_known:
@@ -276,7 +276,7 @@ class GpuCopier(PageCopier):
         return True
 
     def copied(self) -> Callable[[], bool]:
-        event = self.streams.event()  # not a spare one: it is asked long after it has passed
+        event = self.streams.event()  # not a spare one: it is queried long after it has passed
         event.record(self._saving())
         query: Callable[[], bool] = event.query
         return query
@@ -303,7 +303,7 @@ class GpuCopier(PageCopier):
         self._copied.put(event, partial(self._passed, event, step.mapped.release))
 
     def _saving(self) -> Stream:
-        """The stream behind which all that was gathered up to now is in its slots."""
+        """The stream to wait for until everything gathered up to now is in its slots."""
         if self._staging is None:
             return self._gathering
         self._fence.record(self._gathering)
@@ -347,7 +347,7 @@ class GpuCopier(PageCopier):
         return [each for each in pages if id(each) not in loaded]
 
     def _turned_batches(self, found: Iterable[PagesPlan], mapped: MappedArena) -> Iterator[TurnedBatch]:
-        """What of them goes to other positions: by shard, and by how far."""
+        """Batches of the pages that go to other positions, by shard and shift."""
         runs: defaultdict[tuple[int, int], list[TurnedRun]] = defaultdict(list)
         for pages in found:
             if (moved := pages.moved) is not None:
@@ -362,7 +362,7 @@ class GpuCopier(PageCopier):
     # ---- both -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The load thread must have ended."""
+        """Stop the threads. The load thread must have ended."""
         self._computed.close()
         self._copied.close()
 
@@ -420,8 +420,8 @@ class GpuCopier(PageCopier):
 
 
 def _warm_up(pages: Sequence[Sequence[PageMap]], streams: Streams, turned: TurnedPages | None) -> str:
-    """Compile the kernels, so that no step has to, and wait until the tables are on the GPU. Why that is not possible;
-    empty: it is done."""
+    """Compile the kernels, so that no step has to, and wait until the tables are on the GPU. Returns why that is not
+    possible; empty: it is done."""
     try:
         streams.gpu()
         for of_shard in itertools.chain.from_iterable(pages):
@@ -439,9 +439,9 @@ def _warm_up(pages: Sequence[Sequence[PageMap]], streams: Streams, turned: Turne
 
 
 def page_map(layers: Sequence[torch.Tensor], num_blocks: int, page_bytes: int) -> PageMap:
-    """The engine's layers, checked.
+    """Check the engine's layers and map their pages.
 
-    :raises LayoutError: they are not what PDX moves.
+    :raises LayoutError: PDX cannot move them.
     """
     try:
         pages = PageMap.of(layers, num_blocks)

@@ -1,8 +1,7 @@
 """The halves as an engine's hooks see them: a fault in PDX switches it off for this engine, and the engine goes on.
 
-What is refused at start-up is raised by the halves themselves. After it a hook raises nothing: the fault is logged and
-counted, both halves are told to let go of the node, and every load that was promised is reported exactly once, as
-failed where it was not carried out.
+Errors at start-up are raised by the halves themselves. After start-up no hook raises: the fault is logged and counted,
+both halves detach from the node, and every promised load is reported exactly once, as failed if it was not carried out.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class _Guard:
         return self._half.tally
 
     def switch_off(self, reason: str) -> None:
-        """Let go of the node, in the background, and do nothing from now on. Idempotent."""
+        """Detach from the node in the background, and do nothing from now on. Idempotent."""
         if self.is_off:
             return
         self.is_off = True
@@ -72,7 +71,7 @@ class _Guard:
     def _close(self) -> None:
         try:
             self._half.close()
-        except Exception:  # the same root, at its end
+        except Exception:  # likewise, at its end
             log.exception("detaching from the node failed")
 
 
@@ -86,7 +85,7 @@ def _hook(name: str, otherwise: Callable[[], Any] = lambda: None) -> Callable[..
 
 
 class SchedulerGuard(_Guard):
-    """The scheduler half, whose methods have the same names here, and which loads no worker has heard of yet."""
+    """The guarded scheduler half, with its method names, and its promised loads that no worker knows of yet."""
 
     arrived = _hook("arrived")
     not_loaded = _hook("not_loaded", frozenset)
@@ -94,14 +93,14 @@ class SchedulerGuard(_Guard):
     heard = _hook("heard")
     loaded = _hook("loaded")
     sources = _hook("sources", dict)
-    reset = _hook("reset")  # where it fails, PDX is off, and nothing is found either
+    reset = _hook("reset")  # if it fails, PDX is off and finds nothing, either
 
     _half: SchedulerHalf
 
     def __init__(self, half: SchedulerHalf, block_tokens: int) -> None:
         super().__init__(half)
         self._block_tokens = block_tokens
-        self._local_tokens: dict[str, int] = {}  # of requests that something was promised, until they have blocks
+        self._local_tokens: dict[str, int] = {}  # of requests with promised loads, until they have blocks
         self._promised: dict[str, list[int]] = {}  # blocks to be loaded, until the step's plan is with the workers
         self._is_told = False  # the workers know that PDX is off
 
@@ -142,7 +141,7 @@ class SchedulerGuard(_Guard):
 
 
 class WorkerGuard(_Guard):
-    """The worker half, whose methods have the same names here, and which loads nobody was told the end of."""
+    """The guarded worker half, with its method names, and its loads whose end was not reported yet."""
 
     save_layer = _hook("save_layer")
     end_forward = _hook("end_forward")
@@ -154,9 +153,9 @@ class WorkerGuard(_Guard):
     def __init__(self, half: WorkerHalf) -> None:
         super().__init__(half)
         self._loads: dict[str, LoadPlan] = {}
-        self._lost: dict[str, list[int]] = {}  # the scheduler half was switched off before it told of them
+        self._lost: dict[str, list[int]] = {}  # promised, but the scheduler half was off before it planned them
         self._is_known = False
-        self._failed_loads: set[str] = set()  # of those that `finished_loads` told of last
+        self._failed_loads: set[str] = set()  # among the last `finished_loads`
 
     @property
     def has_news(self) -> bool:
@@ -164,11 +163,11 @@ class WorkerGuard(_Guard):
         return self.is_off and not self._is_known
 
     def register(self, *cache: Any) -> None:
-        """`WorkerHalf.register`, a part of start-up: it raises."""
+        """`WorkerHalf.register`. It is a part of start-up, so it raises."""
         self._half.register(*cache)
 
     def unregister(self) -> None:
-        """Nothing is copied when this returns, whatever becomes of PDX."""
+        """When this returns no copy is in flight, even if PDX has failed."""
         self._run(self._half.unregister, otherwise=None)
         if self._closing is not None:
             self._closing.join()
@@ -183,8 +182,8 @@ class WorkerGuard(_Guard):
         self._run(self._half.begin, plan, otherwise=None)
 
     def finished_loads(self) -> tuple[set[str], set[int]]:
-        """When PDX is off, loads that are under way are waited for (in later steps): until then they write into their
-        blocks. The others have failed.
+        """When PDX is off, loads in flight are reported in later steps, when they have ended: until then they write
+        into their blocks. The others have failed.
         """
         nothing: tuple[set[str], set[int]] = (set(), set())
         finished, failed = self._run(self._half.finished_loads, otherwise=nothing)
@@ -197,11 +196,11 @@ class WorkerGuard(_Guard):
         return finished, failed
 
     def failed_loads(self) -> set[str]:
-        """Of the loads that `finished_loads` told of last, those of which something is missing."""
+        """Those of the last `finished_loads` that are incomplete."""
         return self._failed_loads
 
     def _last_loads(self) -> tuple[set[str], set[int]]:
-        """All that are left; only when nothing loads any more."""
+        """All loads that are left; called only when none is in flight."""
         if not self._loads and not self._lost:
             return set(), set()
         try:

@@ -30,9 +30,9 @@ START_AGAIN_S = 10.0
 class NodeLink:
     """Keeps one process attached. `starter`: start a node when none answers.
 
-    What becomes of the node is logged by the scheduler half's link alone, because an engine has one for each rank, too.
-    `_lock` guards who uses the arena (`_use`) against `_attached`, what is counted and what is given back; `_giving` is
-    held while the arena is given to it or taken away; everything else is the link's thread's.
+    Only the scheduler half's link logs what happens to the node, because each rank has a link, too. `_lock` guards the
+    arena's user (`_use`) and `_attached`, what is counted and what is given back; `_giving` is held while the arena is
+    given to its user or taken away; the link's thread owns everything else.
     """
 
     def __init__(self, config: ConnectorConfig, hello: Hello, *, starter: bool) -> None:
@@ -41,12 +41,12 @@ class NodeLink:
         self._starter = starter and config.start_node
         self._connection: Connection | None = None
         self._uncounted: Counter[str] = Counter()  # what happened while there was no node to tell
-        self._unsaid: tuple[int, list[Slot]] = 0, []  # room given back to a life of the node, before we knew it
+        self._unsaid: tuple[int, list[Slot]] = 0, []  # room to give back to a life of the node, once attached
         self._keyed = b""  # see `Connection.key_by`
         self._lock = threading.Lock()
         self._giving = threading.Lock()
         self._use: Callable[[Arena | None], None] | None = None
-        self._used: Connection | None = None  # the one whose arena `_use` has
+        self._used: Connection | None = None  # the connection whose arena `_use` has
         self._attached = threading.Event()
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -60,7 +60,7 @@ class NodeLink:
 
     @property
     def connection(self) -> Connection | None:
-        """That to a living node, whose arena is in use here; or None."""
+        """The connection to a living node whose arena is in use here; or None."""
         connection = self._connection
         if connection is None or (self._use is not None and self._used is not connection):
             return None
@@ -71,9 +71,10 @@ class NodeLink:
         return self.connection is not None
 
     def serve(self, use: Callable[[Arena | None], None]) -> None:
-        """Call `use` with each node's arena before `connection` tells of that node, and with None when it is gone.
+        """Call `use` with each node's arena before `connection` returns that node's, and with None when it is gone.
 
-        On the link's thread, so `use` may take long. Once, before the first `wait_attached`; again after `withdraw`.
+        `use` runs on the link's thread and may take long. Call it once before `wait_attached`, and again after
+        `withdraw`.
         """
         with self._lock:
             self._attached.clear()
@@ -81,7 +82,7 @@ class NodeLink:
         self._wake.set()
 
     def withdraw(self) -> None:
-        """Nobody has the arena any more: who had it was called with None, and is not called again. Idempotent."""
+        """Take the arena from its user, who is called with None and never again. Idempotent."""
         with self._giving:
             with self._lock:
                 use, self._use = self._use, None
@@ -90,8 +91,8 @@ class NodeLink:
             self._used = None
 
     def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
-        """Something was done without PDX, or with less of it: told to this node, or to the next one, and logged as
-        `Connection.count` says."""
+        """Count something that was done without PDX, or with less of it. This node is told, or the next one; logged as
+        by `Connection.count`."""
         with self._lock:
             connection = self._connection
             if connection is None:
@@ -103,10 +104,10 @@ class NodeLink:
             log.log(level, text, *args)
 
     def give_back(self, epoch: int, slots: Sequence[Slot]) -> None:
-        """Room that the node's life `epoch` has promised, and that nothing was ever copied to.
+        """Give back room that the node's life `epoch` has promised and that nothing was ever copied to.
 
-        The node may promise room before this process knows that it is attached, and the engine's step may be its last:
-        then the node is told as soon as we are.
+        The node may promise room before this process knows that it is attached, and the engine may have no further
+        step: the node is told once this process knows.
         """
         with self._lock:
             connection = self._connection
@@ -116,7 +117,7 @@ class NodeLink:
         connection.tell(Abort(list(slots)))
 
     def key_by(self, fingerprint: bytes) -> None:
-        """`Connection.key_by`, of this node and of each one after it."""
+        """`Connection.key_by`, for this node and every later one."""
         with self._lock:
             self._keyed = fingerprint
             if self._connection is not None:
@@ -152,7 +153,7 @@ class NodeLink:
                     if connection is not None:
                         self._attached.set()
                     return
-            connection.arena.populate_in_background()  # for who copies: a scheduler half never looks at it
+            connection.arena.populate_in_background()  # for copiers: a scheduler half never touches it
             use(connection.arena)
             self._used = connection
             with self._lock:

@@ -1,5 +1,4 @@
-"""Scatters loads into the engine's pages from a thread, slice by slice as they are filled, and collects what came of
-them."""
+"""Scatters loads into the engine's pages on a thread, slice by slice as they are filled, and collects the results."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ from pdx.wire.messages import Mark
 log = logging.getLogger("pdx.engine")
 
 OVERTAKEN = 4
-LOOK_S = 0.0005  # how often a load looks for more slices: what is filled last waits half of it …
-LOOK_AT_ALL_S = 0.02  # … of the first chunk that lacks some; how often it looks at all of them
-PIECE_S = 0.004  # for so long a load stands behind a piece of another one …
-PIECE_BYTES = 4 << 20  # … which has so much at least
-ALIVE_S = 0.05  # how often one that finds none asks whether the node lives
+LOOK_S = 0.0005  # how often a load looks for slices of the first chunk that lacks some: half of it delays the last …
+LOOK_AT_ALL_S = 0.02  # … and how often it looks at all its chunks
+PIECE_S = 0.004  # how long a load waits for a piece of another one …
+PIECE_BYTES = 4 << 20  # … which has at least so much
+ALIVE_S = 0.05  # how often a load that finds no slices checks that the node lives
 
 
 class _Job:
@@ -43,12 +42,12 @@ class _Job:
         self.arena = arena
         self.failed: set[int] = set()  # blocks
         self._scatter = scatter
-        self._left: dict[int, tuple[PagesPlan, int]] | None = None  # by number: slices from this one on are not copied
+        self._left: dict[int, tuple[PagesPlan, int]] | None = None  # by number: the first slice not copied
         self._watched: tuple[PagesPlan, int] | None = None  # the first chunk that lacks slices, and how many it had
         self._look_at = 0.0  # at all chunks, whatever the watched one says
         self.start_ns = 0  # of the first copy
         self.loaded_bytes = 0
-        self.moved_at = time.monotonic()  # something was copied then
+        self.moved_at = time.monotonic()  # when something was last copied
         self.asked_at = 0.0
 
     def begin(self, share: Share, own: Mapping[int, int] | None) -> None:
@@ -61,13 +60,13 @@ class _Job:
         return not self._left
 
     def advance(self, groups: CacheGroups, most_bytes: float) -> list[tuple[range, int, int, int]]:
-        """Copy what is filled and not copied, about `most_bytes` of it at most, and a chunk at least.
+        """Copy slices that are filled and not yet copied: at most about `most_bytes`, and at least a chunk.
 
-        :returns: (layers, bytes, from when, until when) of each copy.
+        :returns: (layers, bytes, start ns, end ns) of each copy.
         """
         assert self._left is not None
         if self._watched is not None and time.monotonic() < self._look_at:
-            pages, filled = self._watched  # chunks are filled in their order: a look costs the same for any number
+            pages, filled = self._watched  # chunks are filled in order, so one look suffices
             if self._filled(pages) == filled:
                 return []
         runs: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
@@ -111,7 +110,7 @@ class _Job:
         return copies
 
     def give_up(self) -> None:
-        """What is not copied yet will not be."""
+        """Fail everything that is not copied yet."""
         if self._left is None:
             self.failed.update(self.load.block_ids)
         else:
@@ -119,11 +118,11 @@ class _Job:
         self._left = {}
 
     def close(self) -> None:
-        """Nothing more is copied."""
+        """Release the arena: nothing more is copied."""
         self._scatter.close()
 
     def _filled(self, pages: PagesPlan) -> int:
-        """Leading slices that are filled in every shard; `NEVER` where one of them will never have more."""
+        """Leading slices that are filled in every shard; `NEVER` if a shard will never have more."""
         least = NEVER
         for slot in pages.slots:
             if not self.arena.is_current(slot) or (filled := self.arena.filled_slices(slot)) == NEVER:
@@ -136,16 +135,16 @@ class _Job:
         self.failed.update(block for pages in lost for block in pages.block_ids)
 
 
-_Place = tuple[float, int, _Job | None]  # None: nothing comes behind it
+_Place = tuple[float, int, _Job | None]  # None: the end
 
 
 class Loader:
-    """One load thread, which takes small loads first. `_lock` guards the results; everything else is the queue's.
+    """The load thread, which prefers small loads. `_lock` guards the results; everything else goes through the queue.
 
-    A load's place is what was submitted before it plus `OVERTAKEN` times its own blocks: a small one overtakes large
-    ones, and those behind a load that go before it have at most `OVERTAKEN` times its blocks. A load is copied in
-    pieces of about `PIECE_S`, and after each the first in place goes on: a small load does not stand behind a large one
-    that has begun. One whose chunks are still being filled lets others go before it meanwhile.
+    A load's place is the number of blocks submitted before it plus `OVERTAKEN` times its own: small loads overtake
+    large ones, and all those that overtake a load together have at most `OVERTAKEN` times its blocks. A load is copied
+    in pieces of about `PIECE_S`, and after each the first in place continues: a small load does not wait for a large
+    one that has begun. A load whose chunks are still being filled lets others go first.
     """
 
     def __init__(
@@ -164,17 +163,17 @@ class Loader:
         self._tally = tally or Tally()
         self._patience_s = patience_s
         self._jobs: queue.PriorityQueue[_Place] = queue.PriorityQueue()
-        self._numbers = itertools.count()  # of two at one place the first one goes first
+        self._numbers = itertools.count()  # at one place, the first to come goes first
         self._submitted_blocks = 0
         self._rate = Rate()
         self._lock = threading.Condition()
         self._under_way = 0
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._thread: threading.Thread | None = None  # while there was a load since the last `close`
+        self._thread: threading.Thread | None = None  # from the first load to `close`
 
     def submit(self, load: LoadPlan, scatter: Scatter, connection: Connection, arena: Arena) -> None:
-        """Load this in its turn, by `scatter`, which is closed then; never waits. One thread."""
+        """Enqueue a load; `scatter` copies it in its turn and is then closed. Never waits. One thread."""
         with self._lock:
             self._under_way += 1
         job = _Job(load, scatter, connection, arena)
@@ -207,7 +206,7 @@ class Loader:
         return finished, failed
 
     def close(self) -> None:
-        """Finish what is queued and whole, give up what is still being filled, and stop, until the next `submit`.
+        """Finish queued loads that are whole, give up those still being filled, and stop, until the next `submit`.
         Idempotent."""
         if self._thread is not None:
             self._jobs.put((math.inf, next(self._numbers), None))
@@ -217,8 +216,8 @@ class Loader:
     # ---- the load thread --------------------------------------------------------------------
 
     def _run(self) -> None:
-        filling: list[_Place] = []  # nothing more of them was there to be copied
-        look_at = 0.0  # at them, again
+        filling: list[_Place] = []  # loads that had nothing to copy
+        look_at = 0.0  # again, at these
         while True:
             if filling and time.monotonic() >= look_at:
                 for place in filling:
@@ -245,7 +244,7 @@ class Loader:
                 self._end(job)
 
     def _advance(self, job: _Job) -> bool:
-        """Copy a piece of what is there of it; whether there was any."""
+        """Copy a piece of its filled slices. Returns whether there were any."""
         copies: list[tuple[range, int, int, int]] = []
         try:
             job.begin(self._share, self._groups.renumbered)
@@ -262,7 +261,7 @@ class Loader:
         return bool(copies)
 
     def _is_lost(self, job: _Job) -> bool:
-        """Whether nothing more of it comes, as far as can be known: the node ends what its writers leave."""
+        """Whether no more slices can be expected. While the node lives, it ends what its writers abandon."""
         now = time.monotonic()
         if now - max(job.moved_at, job.asked_at) < ALIVE_S:
             return False
@@ -276,10 +275,10 @@ class Loader:
         return True
 
     def _tell(self, job: _Job, copies: Iterable[tuple[range, int, int, int]]) -> None:
-        """What was copied: to whoever wants to know how fast that is, and to the trace."""
+        """Report the copies to the measured rate, the metrics and the trace."""
         transfer, tracer = job.load.transfer, self._tracer
         for layers, nbytes, start_ns, end_ns in copies:
-            if nbytes:  # what was not copied says nothing of how long that takes
+            if nbytes:  # a failed copy says nothing about the rate
                 self._rate.moved(nbytes, start_ns, end_ns)
                 self._tally.moved("load", nbytes, (end_ns - start_ns) / 1e9)
             if transfer is not None and tracer is not None and tracer.is_on:

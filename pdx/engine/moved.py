@@ -1,7 +1,7 @@
-"""Chunks that a request finds at other positions: which they are, leased, and what of them is loaded where (ADR 80).
+"""Chunks that a request finds at other positions: they are looked up, leased and loaded (ADR 80).
 
 This is a second lookup beside the request's own (`pdx.engine.store_lookup`), for requests of the form "moved". The node
-says which known chunks its prompt is made of, and which of these are there is asked as ever.
+says which known chunks the prompt is made of; a usual `Admit` then asks which of them are there.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class Run(NamedTuple):
-    """Tokens [first, first + num_tokens) of a chunk that is leased, which are the prompt's from `target` on; their keys
-    turn by `shift` positions. `slots`: one per shard. `whence`: of `pdx.telemetry.names.SOURCES`."""
+    """Tokens [first, first + num_tokens) of a leased chunk, which are the prompt's from `target` on; their keys turn by
+    `shift` positions. `slots`: one per shard. `whence`: one of `pdx.telemetry.names.SOURCES`."""
 
     slots: list[Slot]
     first: int
@@ -48,8 +48,8 @@ class Run(NamedTuple):
 def pages_of(
     runs: Iterable[Run], local_tokens: int, end_tokens: int, table: Sequence[int], layout: KvLayout, number: int
 ) -> list[PagesPlan]:
-    """What of these is loaded into the blocks of `table`, for tokens [local_tokens, end_tokens) of the prompt.
-    `number`: that of their cache group."""
+    """What to load from these runs into the blocks of `table`, for tokens [local_tokens, end_tokens) of the prompt.
+    `number`: their cache group's."""
     pages = []
     for run in runs:
         start, end = max(run.target, local_tokens), min(run.target + run.num_tokens, end_tokens)
@@ -68,15 +68,15 @@ def pages_of(
 class Moving:
     """What is known of one request's tokens at other positions."""
 
-    epoch: int = 0  # the node's life that all of this is of
-    asked: Asked | None = None  # which pieces there are, or, once these are known, whether they are there
+    epoch: int = 0  # the node's life that all this is about
+    asked: Asked | None = None  # pending: which pieces there are, or then, whether they are there
     pieces: list[Piece] | None = None
-    hits: Hits | None = None  # that were found last
-    until: float | None = None  # for what is loaded from a tier
+    hits: Hits | None = None  # the last found
+    until: float | None = None  # deadline for loads from a tier
     verdict: Verdict = Verdict("reuse", "refused", "the node was not asked")  # noqa: RUF009 - frozen
 
     def refuse(self, text: str) -> None:
-        """Nothing more is found."""
+        """Find nothing more, for this reason."""
         self.pieces, self.verdict = [], Verdict("reuse", "refused", text)
 
 
@@ -96,11 +96,11 @@ class MovedLookup:
         self._lookup = lookup
         self._layout = layout
         self._clock = clock
-        # What one question may name, and its answer hold.
+        # As many as one question may name and its answer hold.
         self._max_keys = min(MAX_KEYS, MAX_SLOTS // layout.num_shards)
 
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """A new request, whose turn is near: ask where its tokens are. Never waits."""
+        """Ask where the tokens of a new request are, whose turn is near. Never waits."""
         moving = self._moving(tracked, connection)
         if moving is None or tracked.is_decode or self._lookup.is_silent(tracked, connection):
             return
@@ -109,7 +109,7 @@ class MovedLookup:
 
     @staticmethod
     def _moving(tracked: TrackedRequest, connection: Connection) -> Moving | None:
-        """What is known by this node; None: the request does not ask for it."""
+        """What is known from this node; None: the request does not ask for moved tokens."""
         if tracked.moving is not None and tracked.moving.epoch != connection.epoch:
             tracked.moving = Moving(connection.epoch)
         return tracked.moving
@@ -126,8 +126,8 @@ class MovedLookup:
         moving.asked = self._lookup.ask(connection, FindMoved(scope, ids, self._layout.chunk_tokens, name))
 
     def find(self, tracked: TrackedRequest, connection: Connection) -> bool:
-        """Once the request's own chunks are known: whether it is known, too, what is found elsewhere. If that is more,
-        it is what its hits are then. False: ask again."""
+        """Look for chunks at other positions, once the request's own are known; if these have more tokens, they become
+        its hits. False: not known yet, ask again."""
         moving = self._moving(tracked, connection)
         if moving is not None and tracked.is_decode:
             moving.verdict = Verdict("reuse", "accepted", "as its prefill leg has found it")
@@ -175,7 +175,7 @@ class MovedLookup:
         return True
 
     def _leading(self, pieces: Sequence[Piece], most_tokens: int) -> list[Piece]:
-        """So many tokens of them, which are of as many chunks as can be asked for."""
+        """The leading pieces: at most so many tokens, of as many chunks as one question may name."""
         found, keys, at = list[Piece](), set[bytes](), 0
         for piece in pieces:
             keys.add(piece.key)
@@ -187,12 +187,12 @@ class MovedLookup:
         return found
 
     def _is_more(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Whether so many tokens are worth it: a block more than the engine and the store have of its own."""
+        """Whether so many tokens are worth it: at least a block more than the engine and the store have of its own."""
         return tokens >= max(tracked.node.hits.tokens, tracked.local_tokens) + self._layout.block_tokens
 
     def _question(self, tracked: TrackedRequest, pieces: Sequence[Piece], connection: Connection) -> Admit:
         parts: dict[bytes, Part] = {}
-        for piece in pieces:  # a chunk may stand there more than once
+        for piece in pieces:  # a chunk may occur more than once
             before = parts.get(piece.key)
             parts[piece.key] = Part(piece.count + (before.count if before else 0), piece.shift)
         return Admit(
@@ -210,7 +210,7 @@ class MovedLookup:
     def _take(
         self, tracked: TrackedRequest, moving: Moving, connection: Connection, asked: Asked, answer: Admitted
     ) -> None:
-        """What is there from the first token on is what is loaded, if it is more than the request's own."""
+        """Make the leading pieces that are there the request's hits, if they are more than its own."""
         shards, pieces = self._layout.num_shards, moving.pieces or []
         keys = list(dict.fromkeys(piece.key for piece in pieces))[: 0 if answer.waiting else answer.hits]
         if len(answer.slots) < len(keys) * shards:
@@ -234,7 +234,7 @@ class MovedLookup:
         moving.verdict = Verdict("reuse", "accepted", f"{moved:,} of {at:,} tokens that are there are moved")
 
     def forget(self, tracked: TrackedRequest, connection: Connection | None) -> None:
-        """Nobody waits for what the node was asked."""
+        """Drop the pending question."""
         moving = tracked.moving
         if moving is None or moving.asked is None:
             return

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pdx.engine.plan import WorkerNews
 
-MIN_TOKENS = 64  # of a step: what only decodes says nothing of prompts
+MIN_TOKENS = 64  # of a step: one that only decodes says nothing about prompts
 HALF_TOKENS = 8192  # so many tokens later an earlier step counts half
-MEAN_STEPS = 10  # a step's share of the mean is one of so many
-STEPS_AHEAD = 2  # an engine schedules so many before the first of them has ended
+MEAN_STEPS = 10  # the weight of a new step in a mean is one over this
+STEPS_AHEAD = 2  # an engine schedules so many steps before the first of them has ended
 
 
 class Pace:
-    """Seconds for a chunk's tokens; steps that computed many tokens, and lately, count more.
+    """Seconds to compute a chunk's tokens; large and recent steps count more.
 
-    `step` is called by one thread at a time, whichever the copies of a step end on.
+    `step` is called by one thread at a time, the one that a step's copies end on.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -37,22 +37,22 @@ class Pace:
 
 
 class StepTimes:
-    """Seconds between the steps of an engine whose requests run on; later ones count more. The scheduler's thread.
+    """Seconds between the steps of an engine with running requests; recent ones count more. The scheduler's thread.
 
-    What a step has computed is known when it begins, and of an engine that works ahead it ends a step or two later. So
-    a step without a prompt is one whose neighbours have none, either.
+    A step's tokens are known when it begins, but an engine that schedules ahead ends it a step or two later. So a step
+    counts as one without a prompt only if its neighbors have none, either.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
         self.news = WorkerNews()  # what the workers have measured, the slowest of them
         self._chunk_tokens = chunk_tokens
-        self._begun = 0.0  # the last step
+        self._begun = 0.0  # when the last step began
         self._num_quiet = 0  # steps without a prompt, up to the last one
         self._quiet_s = self._any_s = 0.0
         self._prompt_tokens = 0.0
 
     def step(self, now: float, tokens: int, *, goes_on: bool) -> None:
-        """A step of so many tokens begins. `goes_on`: requests of the last one run on, so that it begins behind it."""
+        """A step of so many tokens begins. `goes_on`: requests of the last one run on, so this one begins behind it."""
         if goes_on and self._begun:
             took_s = now - self._begun
             self._any_s = _mean(self._any_s, took_s)
@@ -69,16 +69,16 @@ class StepTimes:
         return self._quiet_s or self._any_s
 
     def token_s(self, pace_s: float) -> float:
-        """Seconds by which one more token of a prompt makes a step longer, where each takes `pace_s` with its share of
-        the step's own time; 0: not known. Of the time of steps with a prompt much is not their own, but its tokens'."""
+        """Seconds by which one more token of a prompt lengthens a step. `pace_s`: per token, with its share of the
+        step's own time, which is subtracted; 0: not known. It is measured in quiet steps: others' is their tokens'."""
         own_s = self._quiet_s / self._prompt_tokens if self._prompt_tokens else 0.0
         return max(0.0, pace_s - own_s)
 
     def pays(self, tokens: int, num_waiting: int) -> bool:
-        """Whether to load so many tokens before the step that computes the rest, where others run (ADR 47).
+        """Whether it pays to load so many tokens before the step that computes the rest, while others run (ADR 47).
 
-        The request misses the step that is made up now, which takes its time for those that run whatever is loaded.
-        Computing the tokens makes that step longer, for this request and for all that wait behind it.
+        If it loads, the request misses the step being scheduled now, which the running requests take anyway. Computing
+        the tokens makes that step longer, for this request and for all that wait behind it.
         """
         if not self.news.chunk_s:  # no prompt was measured
             return tokens >= MIN_TOKENS

@@ -1,4 +1,4 @@
-"""What a request says beside its prompt: its part in a transfer, and hints. Both come from the network."""
+"""A request's parameters: its part in a transfer, and its hints. Both come from the network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NodeName = Annotated[str, Meta(max_length=256)]  # looked up in the node's roste
 
 
 class TransferParams(msgspec.Struct, frozen=True):
-    """A request's part in a transfer. Names that PDX does not know are left to whoever put them there.
+    """A request's part in a transfer. Names that PDX does not know are ignored: others may use them.
 
     No address, key or block id is taken from here: a transfer is found by its unguessable id, and its bytes by the
     content of the request's own prompt.
@@ -25,19 +25,19 @@ class TransferParams(msgspec.Struct, frozen=True):
 
     do_remote_decode: bool = False  # this engine prefills for another
     do_remote_prefill: bool = False  # another engine has prefilled for this one
-    transfer_id: TransferId | None = None  # of a prefill leg without one, its engine draws it
+    transfer_id: TransferId | None = None  # if a prefill leg has none, its engine draws one
     decode_node: NodeName = ""  # of a prefill leg: the node that its chunks are pushed to
-    prefill_node: NodeName = ""  # of a decode leg: the node that has them, should some be missing
+    prefill_node: NodeName = ""  # of a decode leg: the node to ask for missing chunks
     prefix_node: NodeName = ""  # of any other request: a node that may have more of its prompt than the engine's own
     is_early: bool = False  # a decode leg sent together with the prefill leg: nodes may not know of the transfer yet
     prefill_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None  # prompt tokens of the prefill leg, as asked
 
 
 def parse_params(params: Any, *, may_name: bool = True) -> TransferParams:
-    """The request's part in a transfer, if it has one. A ProtocolError if what it claims makes no sense.
+    """The request's part in a transfer, if it has one. Raises ProtocolError if it makes no sense.
 
-    Routers made for NIXL name no transfer: the engine that prefills does, and its answer tells the decode leg
-    (`TrackedRequest.handed_on`). `may_name`: no other connector of this engine may be meant.
+    Routers made for NIXL name no transfer: the prefill engine does, and its answer tells the decode leg
+    (`TrackedRequest.handed_on`). `may_name`: no other connector of this engine can be meant.
     """
     if params is None:
         return TransferParams()
@@ -60,8 +60,5 @@ def parse_params(params: Any, *, may_name: bool = True) -> TransferParams:
 
 
 def parse_hints(params: Any, salt: str | None = None) -> Envelope:
-    """What a request says of the future of its chunks: the envelope `pdx_hints` among its parameters. Never fails.
-
-    `salt`: its cache salt.
-    """
+    """The request's hints: the envelope `pdx_hints` in its parameters. `salt`: its cache salt. Never fails."""
     return parse(params.get("pdx_hints") if isinstance(params, Mapping) else None, salt)

@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker halves with each step: plain data, which the engine carries to them."""
+"""The scheduler half's plan for the worker halves in each step: plain data, which the engine carries to them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 
 _SLOT_BYTES = 3 * 8
-NO_EPOCH = -1  # of no life at all: such a load fails
+NO_EPOCH = -1  # no life of any node: such a load fails
 
 
 class MovedTokens(NamedTuple):
-    """Tokens [first, first + num_tokens) of a chunk, which go to those from `target` on of the blocks beside it; their
-    keys turn by `shift` positions."""
+    """Tokens [first, first + num_tokens) of a chunk, which go to the plan's blocks, from token `target` on; their keys
+    turn by `shift` positions."""
 
     first: int
     target: int
@@ -28,9 +28,9 @@ class MovedTokens(NamedTuple):
 class PagesPlan(msgspec.Struct, frozen=True):
     """Pages [first, first + len(block_ids)) of every layer of one chunk, and the engine's blocks they belong to.
 
-    `slots` has one slot per shard, or those alone that a rank has; a layer's slice in each has `num_blocks` pages.
-    `group`: the number of the cache group whose layers these are (`Place.number`), or where a worker half has it.
-    `moved`: not these pages go to the blocks, but these tokens.
+    `slots`: one per shard, or only those that a rank has; a layer's slice in each has `num_blocks` pages. `group`: the
+    number of the layers' cache group (`Place.number`), or its index in a worker half. `moved`: these tokens go to the
+    blocks, instead of whole pages.
     """
 
     slots: list[Slot]
@@ -38,7 +38,7 @@ class PagesPlan(msgspec.Struct, frozen=True):
     first: int
     block_ids: list[int]
     completes: bool = False  # with these pages the chunk is whole
-    by_layer: bool = False  # the node wants to hear of layers as they are filled, not only of the whole
+    by_layer: bool = False  # report layers to the node as they are filled, not only the whole
     group: int = 0
     moved: MovedTokens | None = None
 
@@ -57,7 +57,7 @@ class SavePlan(msgspec.Struct, frozen=True):
     num_tokens: int  # of the prompt
 
     def of_stage(self, groups: Mapping[int, int]) -> SavePlan:
-        """What of it a worker half saves that has these cache groups: for the number of each, where it has it."""
+        """The part that a worker half with these cache groups saves. `groups`: its index of each, by number."""
         pages = [msgspec.structs.replace(each, group=groups[each.group]) for each in self.pages if each.group in groups]
         before = {groups[number]: nbytes for number, nbytes in self.bytes_before.items() if number in groups}
         return msgspec.structs.replace(self, pages=pages, bytes_before=before)
@@ -66,11 +66,10 @@ class SavePlan(msgspec.Struct, frozen=True):
 class LoadPlan(msgspec.Struct, frozen=True):
     """Chunks of one request to scatter into its blocks.
 
-    It goes to the workers of all ranks, each of which reads its part alone: thousands of objects would be made and
-    encoded for nothing, so `packed` has arrays of machine words. First the slots, for one shard after the other: all
-    offsets, all sizes, all generations. Then, in half words, four numbers for each chunk (its cache group, its blocks,
-    the first of them that is loaded, how many are), and all block ids. `moved`, if any of it is: four numbers for each
-    chunk, in words (`MovedTokens`).
+    It goes to the workers of all ranks, each of which reads only its own part. To avoid making and encoding thousands
+    of objects, `packed` has arrays of machine words. First the slots, shard by shard: all offsets, all sizes, all
+    generations. Then, in half words, four numbers for each chunk (its cache group, its blocks, the first of them that
+    is loaded, how many are), and all block ids. `moved`, if any chunk is: four words for each (`MovedTokens`).
     """
 
     request_id: str
@@ -89,7 +88,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
         pages: Sequence[PagesPlan],
         epoch: int = NO_EPOCH,
     ) -> LoadPlan:
-        """These pages, whose slots are those of all shards."""
+        """Pack these pages, which have slots of all shards."""
         num_shards = len(pages[0].slots) if pages else 1
         words, halves = array("Q"), array("I")
         for shard in range(num_shards):
@@ -143,16 +142,16 @@ class StepPlan(msgspec.Struct, frozen=True):
     epoch: int = 0
     saves: list[SavePlan] = []
     loads: list[LoadPlan] = []
-    aborts: list[list[Slot]] = []  # per chunk, one slot per shard: nobody will finish them
+    aborts: list[list[Slot]] = []  # per chunk, one slot per shard: they will not be finished
     num_scheduled_tokens: int = 0
     number: int = 0  # of the step; grows
     awaits: bool = False  # the scheduler half wants to know when the step is over
-    lost: dict[str, list[int]] | None = None  # PDX is off for this engine: blocks that nobody will load, by request
+    lost: dict[str, list[int]] | None = None  # PDX is off for this engine: blocks that will not be loaded, by request
 
 
 class WorkerNews(msgspec.Struct, frozen=True):
-    """What a worker half tells the scheduler half after a step, beside loads that are over and blocks that failed."""
+    """What a worker half reports to the scheduler half after a step, beside finished loads and failed blocks."""
 
     load_s: float = 0.0  # to load a chunk; 0: not known
     chunk_s: float = 0.0  # to compute one; 0: not known
-    step: int = 0  # that is over: what failed in it has been told
+    step: int = 0  # the last one over: its failures were reported

@@ -1,13 +1,13 @@
-"""One request as the scheduler half sees it: its claims, its life, its chunks, what the node said, what is saved.
+"""One request as the scheduler half sees it: parameters, life cycle, chunks, the node's answers, what is saved.
 
-Its life is one table, `TRANSITIONS`:
+Its life cycle is one table, `TRANSITIONS`:
 
     WAITING ──decide──► DECIDED ──load──► LOADING ──loaded──► RUNNING ──void──► VOID
        ▲  ◄─ask again─────┘ └─────run───────────────────────────▲                 │
        └────────────────────────────preempt─────────────────────┴─────────────────┘
 
-A request is tracked from its first sight until the engine says that it is over. LEFT_OUT is for good: nothing of it is
-asked, found or saved, but others may rest on the same blocks (`pdx.engine.trust`).
+A request is tracked from first sight until the engine says that it is over. LEFT_OUT is final: nothing of it is looked
+up, found or saved, but other requests may depend on the same blocks (`pdx.engine.trust`).
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ NULL_BLOCK = 0  # in a table: the engine has no block there
 
 
 class State(IntEnum):
-    """Where a request is in its life."""
+    """A state of a request's life cycle."""
 
     LEFT_OUT = auto()
-    WAITING = auto()  # for its turn, and for the node's last word
-    DECIDED = auto()  # for its turn: its hits are leased and its misses have slots, or nothing of that can be
-    LOADING = auto()  # it has blocks, and its hits are on their way into them
+    WAITING = auto()  # for its turn, and for the node's decision
+    DECIDED = auto()  # for its turn: hits are leased and misses have slots, or that is impossible
+    LOADING = auto()  # it has blocks, and its hits are being loaded into them
     LOADING_VOID = auto()  # likewise, and nothing of its blocks will be saved
-    RUNNING = auto()  # it has blocks and waits for no load
+    RUNNING = auto()  # it has blocks and no load in flight
     VOID = auto()  # likewise, and nothing of its blocks is saved: computed before a reset, or from pages that failed
 
 
 class Step(IntEnum):
-    """What can happen to a request."""
+    """An event in a request's life cycle."""
 
     DECIDE = auto()
-    ASK_AGAIN = auto()  # what the node has said is void, or too old
+    ASK_AGAIN = auto()  # the node's answer is void, or too old
     LOAD = auto()  # the engine gave it blocks, some of them to be loaded
     RUN = auto()  # the engine gave it blocks, none of them to be loaded
-    LOADED = auto()  # its load is over, whatever came of it
+    LOADED = auto()  # its load is over, successful or not
     PREEMPT = auto()  # it has lost its blocks
-    VOID = auto()  # what its blocks hold is not what its keys say
+    VOID = auto()  # its blocks do not hold what its keys say
 
 
 _QUEUED = (State.WAITING, State.DECIDED)
@@ -78,22 +78,22 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 
 _ALSO_OF_DRAFTS = (Step.PREEMPT, Step.VOID, Step.LOADED)
 LOADING = (State.LOADING, State.LOADING_VOID)
-SEATED = (*LOADING, State.RUNNING, State.VOID)  # has a place in the engine's steps, or will before any that waits
+SEATED = (*LOADING, State.RUNNING, State.VOID)  # with a place in steps, or before any that waits
 
 
 class Asked(NamedTuple):
-    """A question to the node: the number of its message, when it was sent, and in which scheduling step."""
+    """A question to the node: its message number, and the time and scheduling step in which it was sent."""
 
     seq: int
     at: float
     step: int
-    first_chunk: int = 0  # that it is about …
+    first_chunk: int = 0  # of those it is about …
     num_chunks: int = 0  # … and how many, of each cache group
-    end_tokens: int = 0  # behind the last one
+    end_tokens: int = 0  # of the prompt, to the end of the last one
 
 
 class ChunkSlots(NamedTuple):
-    """Where a chunk of a cache group lies, which begins with this block of the request: one slot per shard."""
+    """One chunk of a cache group: the request's block that it begins with, and its slots, one per shard."""
 
     group: int
     first_block: int
@@ -101,11 +101,11 @@ class ChunkSlots(NamedTuple):
 
 
 class Hits(NamedTuple):
-    """What of a prompt can be loaded: the only place that says which of its blocks those are."""
+    """The part of a prompt that can be loaded: the single source of truth for its blocks."""
 
     slots: Sequence[ChunkSlots] = ()  # of the chunks that its leading tokens need
     num_whole: int = 0  # leading chunks; the next one may be there in part
-    tokens: int = 0  # in all of it
+    tokens: int = 0  # that can be loaded in all
     lease: int = 0
     lease_s: float = 0.0  # from the answer on
     moved: Sequence[Run] = ()  # in place of `slots`
@@ -122,47 +122,47 @@ class SlotGrant:
     end_block: int
     first_token: int
     end_token: int
-    by_layer: bool = False  # the node wants to hear of layers as they are filled
+    by_layer: bool = False  # the node wants to be told of layers as they are filled
 
 
 class Awaited(IntEnum):
-    """What may still come for a request: it goes down only, as long as the node lives."""
+    """What may still arrive for a request. It only decreases while the node lives."""
 
     NOTHING = 0
-    TRANSFER = 1  # its own, until the node has said what came of it
-    SOURCE = 2  # and what a peer or a tier may have
+    TRANSFER = 1  # its own transfer, until the node reports the outcome
+    SOURCE = 2  # also what a peer or a tier may have
 
 
 @dataclass(slots=True)
 class NodeState:
-    """What a node, in one of its lives, was asked for a request, and what it has said and granted."""
+    """The questions to one life of a node about a request, its answers and its grants."""
 
-    epoch: int = 0  # its life; 0: of none
-    asked: Asked | None = None  # what is there of the prompt, and for room for what is not
-    late: Asked | None = None  # room that is not waited for
-    found: Asked | None = None  # the question that the hits are the answer to
-    asked_since: float = 0.0  # of the first of its questions that is not answered; 0: it has no such question
-    is_expecting: bool = False  # it was told that the request will come, and not asked yet
-    verdicts: list[Verdict] = field(default_factory=list)  # what became of the request's hints
+    epoch: int = 0  # the node's life; 0: none
+    asked: Asked | None = None  # pending: for the prompt's hits, and for room for the rest
+    late: Asked | None = None  # pending: for room that the request does not wait for
+    found: Asked | None = None  # the question that `hits` answer
+    asked_since: float = 0.0  # when the first unanswered question was sent; 0: none
+    is_expecting: bool = False  # the node was told to expect the request, and not asked yet
+    verdicts: list[Verdict] = field(default_factory=list)  # on the request's hints
     awaited: Awaited = Awaited.SOURCE
-    fits: bool = True  # into the arena, as far as is known: a chunk of it at least
-    reserved: bool = False  # what is missing has room, or will have none
+    fits: bool = True  # at least a chunk of it fits into the arena, as far as is known
+    reserved: bool = False  # what is missing has room, or will get none
     hits: Hits = Hits()  # noqa: RUF009  it is a tuple
-    sources: bytes = b""  # of the hits, as its answers have said (`Admitted.sources`)
-    grants: list[SlotGrant] = field(default_factory=list)  # in the order of their tokens: a step costs what it saves
+    sources: bytes = b""  # of the hits (`Admitted.sources`)
+    grants: list[SlotGrant] = field(default_factory=list)  # in token order: a step costs what it saves
 
 
 @dataclass(slots=True)
 class Load:
-    """What was planned last to be loaded for a request: under way or over."""
+    """The latest load planned for a request, in flight or over."""
 
     sources: Counter[str]  # of its tokens
     preemptions: int  # of the request, until then
     planned_at: float
-    failed_block: int | None = None  # while it is under way: the first of the request's blocks that was not loaded
+    failed_block: int | None = None  # while in flight: the first of the request's blocks that was not loaded
 
 
-NO_WAIT = float("-inf")  # a deadline that has passed for good
+NO_WAIT = float("-inf")  # a deadline that has always passed
 
 
 class TrackedRequest:
@@ -178,7 +178,7 @@ class TrackedRequest:
         state: State = State.WAITING,
         counts: Counter[State] | None = None,
     ) -> None:
-        """`fingerprint`: see `RequestKeys`. `counts`: of its engine's requests in each state."""
+        """`fingerprint`: see `RequestKeys`. `counts`: the engine's requests by state."""
         self.request = request
         self.params = params
         self.envelope = envelope
@@ -191,21 +191,21 @@ class TrackedRequest:
         self._counts[state] += 1
         self.node = NodeState()
         self.load: Load | None = None
-        self.wait_until: float | None = None  # for what may still come; None: not waiting yet
-        # For room for all of its prompt; None: not waiting yet, NO_WAIT: room for a part will do from now on.
+        self.wait_until: float | None = None  # deadline for what may still arrive; None: not waiting yet
+        # Deadline for room for all of its prompt; None: not waiting yet; NO_WAIT: room for a part will do from now on.
         self.room_until: float | None = None if self.is_prefill else NO_WAIT
-        self.needed_since: float | None = None  # of drafts: since when the request waits for nothing else
-        self.tables: list[list[int]] = [[] for _ in range(groups.num_tables)]  # its block ids
+        self.needed_since: float | None = None  # of drafts: since when the request waits for them alone
+        self.tables: list[list[int]] = [[] for _ in range(groups.num_tables)]  # block ids, by table
         self.saved_blocks = [0] * len(groups)  # by cache group: blocks before this one need no more saving
         self.gathered_bytes = Counter[int]()  # of one shard, by cache group
-        self.state_ends: set[int] = set()  # chunks' ends at which the engine has kept a state, in their block
+        self.state_ends: set[int] = set()  # ends of chunks in whose block the engine has kept a state
         self.computed_end = 0
         self.decoded_end = 0  # chunks before this one were considered for saving
-        self.local_tokens = 0  # that the engine's own cache had, when it asked last
-        self.vouched = 0  # tokens that this cache had, or that are loaded from the store: nobody else's promise
+        self.local_tokens = 0  # that the engine's own cache had at its last lookup
+        self.vouched = 0  # tokens from that cache or from the store: no other connector's promise
 
     def step(self, step: Step) -> None:
-        """Go on in its life. A step that is not in the table is a bug of ours: PDX goes off for this engine."""
+        """Advance its life cycle. A step that is not in the table is a bug: PDX switches off for this engine."""
         before, self.state = self.state, TRANSITIONS[self.state, step]
         if step is Step.PREEMPT:
             self.state_ends.clear()
@@ -216,7 +216,7 @@ class TrackedRequest:
             self.drafts.step(step)
 
     def end(self) -> None:
-        """It is over: it counts no more."""
+        """The request is over and no longer counted."""
         self._counts[self.state] -= 1
 
     @property
@@ -226,7 +226,7 @@ class TrackedRequest:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the node has said its last word about it, and it waits for its turn."""
+        """Whether the node has decided about it, and it waits for its turn."""
         return self.state is State.DECIDED
 
     @property
@@ -240,7 +240,7 @@ class TrackedRequest:
 
     @property
     def saves(self) -> bool:
-        """Whether what its blocks hold is what its keys say."""
+        """Whether its blocks hold what its keys say, so that they may be saved."""
         return self.state not in (State.LEFT_OUT, State.VOID, State.LOADING_VOID)
 
     @property
@@ -250,7 +250,7 @@ class TrackedRequest:
 
     @property
     def stands_aside(self) -> bool:
-        """Whether it waits for what may come, as decode legs do, or for room: it has none meanwhile."""
+        """Whether it waits for what may arrive, as decode legs do, or for room; it holds no room meanwhile."""
         if self.state is not State.WAITING:
             return False
         waits_for_room = self.is_prefill and self.room_until is not None
@@ -263,12 +263,12 @@ class TrackedRequest:
         return self.envelope.hints
 
     def take_verdicts(self, verdicts: list[Verdict]) -> None:
-        """The node has answered to its hints: of the last chunks of the request not as of the first, perhaps."""
+        """Take the node's verdicts on its hints, which may differ between its chunks: the worst of a field counts."""
         self.node.verdicts = worst([*self.node.verdicts, *verdicts])
 
     @property
     def hints_answer(self) -> dict[str, str]:
-        """What became of each field of its envelope, in words; empty: it had none."""
+        """The outcome of each field of its envelope, in words; empty: it had none."""
         own = [self.moving.verdict] if self.moving is not None else []
         return {verdict.field: verdict.told for verdict in self.envelope.answer([*self.node.verdicts, *own])}
 
@@ -287,7 +287,7 @@ class TrackedRequest:
         return self.params.transfer_id
 
     def handed_on(self, node: str) -> dict[str, Any]:
-        """The decode leg's parameters, where this engine has named the transfer. `node`: where the chunks are."""
+        """The decode leg's parameters if this engine named the transfer, else empty. `node`: where the chunks are."""
         if not self.is_prefill or self.request.kv_transfer_params.get("transfer_id") is not None:
             return {}
         params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": self.transfer}
@@ -303,7 +303,7 @@ class TrackedRequest:
 
     @property
     def source(self) -> str:
-        """The peer that may have what is missing here; empty: nobody is asked."""
+        """The peer that may have what is missing here; empty: no peer is asked."""
         if self.node.awaited is not Awaited.SOURCE:
             return ""
         return self.params.prefix_node or (self.params.decode_node if self.is_prefill else self.params.prefill_node)
@@ -315,8 +315,8 @@ class TrackedRequest:
 
     @property
     def transfer_tokens(self) -> int:
-        """How many leading tokens the transfer carries; 0 if this request is in none, or its claim is absurd. Who
-        computes a prompt's last token again needs the state before it: prefill of a model with states stops there."""
+        """How many leading tokens the transfer carries; 0 if this request is in none, or claims more than its prompt.
+        Decoders recompute the last token from the state before it: prefill of a model with states stops there."""
         num_prompt = int(self.request.num_prompt_tokens)
         if self.is_prefill:
             return num_prompt
@@ -328,25 +328,25 @@ class TrackedRequest:
     # ---- what becomes void ------------------------------------------------------------------
 
     def reset(self, fingerprint: bytes) -> None:
-        """The engine's cache was reset: what the node said of it is void, its keys are other ones from now on."""
+        """The engine's cache was reset: the node's answers are void, and the request's keys change."""
         self.keys = RequestKeys(self.request, self._groups, fingerprint)
         self.moving = Moving() if self.moving is not None else None
         self.step(Step.VOID)
         self.decoded_end = 0
         node = self.node
         node.grants.clear()
-        node.hits = Hits(lease=node.hits.lease) if self.is_loading else Hits()  # until that has ended it is needed
+        node.hits = Hits(lease=node.hits.lease) if self.is_loading else Hits()  # needed until the load ends
         node.reserved = False
         if self.drafts is not None:
             self.drafts.reset(fingerprint)
 
     def forget_node(self) -> None:
-        """The node it dealt with is gone, and all that it held there."""
+        """The node is gone, and with it all that the request held there."""
         self.node = NodeState()
         self.step(Step.ASK_AGAIN)
 
     def deal_with(self, epoch: int) -> None:
-        """This is the node's life; with another one it has dealt before, perhaps."""
+        """Deal with this life of the node from now on, and forget any other."""
         if self.node.epoch != epoch:
             self.forget_node()
             self.node.epoch = epoch
@@ -359,7 +359,7 @@ class TrackedRequest:
         return self.tables[self._groups.places[0].table]
 
     def take_blocks(self, blocks: Sequence[Sequence[int]], *, are_all: bool = True) -> None:
-        """These are its blocks, for each table; or those that follow what it has."""
+        """Take its blocks, by table: all of them, or those that follow the ones it has."""
         if len(blocks) != len(self.tables):
             name, expected = self.request.request_id, len(self.tables)
             raise LayoutError(f"request {name}: blocks of {len(blocks)} cache groups, expected {expected}")
@@ -372,14 +372,14 @@ class TrackedRequest:
             self.drafts.take_blocks(blocks, are_all=are_all)
 
     def plan_load(self, num_external: int, drafts: Sequence[PagesPlan] = ()) -> LoadPlan:
-        """Scatter `num_external` tokens behind the local ones into this request's blocks, and what its `drafts` have of
-        them: an engine may take fewer than were found, but not of a model with several groups, whose chunks are those
-        that this length needs: that load fails. So does one whose chunks were let go of since they were promised."""
+        """Scatter `num_external` tokens behind the local ones into this request's blocks, and its `drafts`' pages. An
+        engine may take fewer tokens than were found; with several groups that load fails, because their chunks are
+        those that the full length needs. So does a load whose chunks were released after they were promised."""
         request_id, end_tokens, found = self.request.request_id, self.local_tokens + num_external, self.node.hits.tokens
         if end_tokens == found or (self._groups.is_single and end_tokens < found):
             pages = [*self.load_pages(num_external), *drafts]
             return LoadPlan.of(request_id, self.transfer, pages, self.node.epoch)
-        blocks = list[int]()  # the engine must know of each of them
+        blocks = list[int]()  # the engine must hear of every one
         for layout, place in zip(self._groups, self._groups.places, strict=True):
             first, end = self.local_tokens // layout.block_tokens, layout.num_blocks(end_tokens)
             blocks += [block for block in self.tables[place.table][first:end] if block != NULL_BLOCK]
@@ -399,7 +399,7 @@ class TrackedRequest:
         return +found
 
     def load_pages(self, num_external: int) -> list[PagesPlan]:
-        """What of its hits holds `num_external` tokens behind the local ones, and where it goes."""
+        """The pages of its hits that hold `num_external` tokens behind the local ones, and their target blocks."""
         end_tokens = self.local_tokens + num_external
         if self.node.hits.moved:
             place = self._groups.places[0]
@@ -412,7 +412,7 @@ class TrackedRequest:
             start = max(first, self.local_tokens // layout.block_tokens)
             end = min(first + num_blocks, layout.num_blocks(end_tokens))
             table = self.tables[place.table]
-            if layout.kind != "full":  # a chunk may begin before what this length looks back to
+            if layout.kind != "full":  # a chunk may begin before the tokens that this length attends to
                 start = next((at for at in range(start, end) if table[at] != NULL_BLOCK), end)
             if start < end:
                 block_ids = table[start:end]
@@ -422,16 +422,16 @@ class TrackedRequest:
     def plan_save(
         self, computed: int, end: int, step_end: int | None = None
     ) -> tuple[SavePlan | None, list[SlotGrant]]:
-        """Gather the pages that become final in a step that computes tokens [computed, end); and which grants will
-        never be whole: the engine has given their blocks back, or has kept no state of that token. `step_end`: where
-        the step ends, drafts and tokens that are not known yet included; None: at `end`.
+        """Gather the pages that become final in a step that computes tokens [computed, end). Also return the grants
+        that will never be whole: the engine has freed their blocks, or kept no state at their end. `step_end`: the
+        step's end, including drafts and unknown tokens; None: `end`.
 
         Pages before `computed` that were not gathered yet belong to blocks that the engine had cached. The first step
         gathers them after the layer's hook, because another request may compute them in this same step.
         """
         num_prompt = int(self.request.num_prompt_tokens)
         self.computed_end = end
-        # A step goes on from a state, and leaves one where it ends: for good at a block's end, else for this step.
+        # A step starts from a state and leaves one at its end: for good at a block's end, else until the next step.
         left = end if step_end in (None, end) else 0
         if self._groups.has_state:
             self.state_ends.update(at for at in (computed, left) if at % self._groups.chunk_tokens == 0)
@@ -468,7 +468,7 @@ class TrackedRequest:
         self.gathered_bytes += nbytes
         save = SavePlan(
             self.request.request_id,
-            self.transfer if is_prefilling and not self._groups[0].drafter else None,  # whose timeline it is
+            self.transfer if is_prefilling and not self._groups[0].drafter else None,  # for its timeline
             pages,
             ends_transfer=is_prefilling and num_prompt <= end,
             bytes_before=before,
@@ -477,9 +477,9 @@ class TrackedRequest:
         return save, lost
 
     def _is_lost(self, layout: KvLayout, grant: SlotGrant, block_ids: Sequence[int], end: int, left: int) -> bool:
-        """Whether what this grant is for is gone: of a state all but those where a step has ended; of a window or a
-        part of the prompt what the engine looks back to no more. `left`: behind how many tokens this step leaves a
-        state; 0: behind some that are not known yet."""
+        """Whether a grant's content is gone: a state unless a step has ended there; a window or a part of the prompt
+        once the engine no longer looks back to it. `left`: the number of tokens behind which this step leaves a state;
+        0: some of them are not known yet."""
         if layout.kind == "full":
             return False
         at = grant.end_token

@@ -1,5 +1,5 @@
-"""The keys of a request's chunks, and what an `Admit` says of their sizes. Several cache groups have their keys in one
-list, group behind group, each with as many."""
+"""The keys of a request's chunks, and what an `Admit` says about their sizes. Keys of several cache groups are in one
+list, group by group, each with equally many."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RequestKeys:
     """The keys of one request's chunks."""
 
     def __init__(self, request: EngineRequest, groups: CacheGroups, fingerprint: bytes) -> None:
-        """`fingerprint`: what they are made with; that of the model's groups, until the engine's cache was reset."""
+        """`fingerprint`: what the keys are made with; that of the model's groups, until the engine's cache is reset."""
         self._request = request
         self._groups = groups
         self._fingerprint = fingerprint
@@ -27,12 +27,12 @@ class RequestKeys:
         self._keys: list[list[bytes]] = [[] for _ in groups]
         self._hashes: list[bytes] = []  # the block hash that each chunk's keys were made of
         self._tail: list[bytes] | None = None
-        self._tail_tokens = -1  # how many tokens led up to it
+        self._tail_tokens = -1  # for a transfer of so many tokens
 
     def leading(self, num_chunks: int, first: int = 0) -> list[bytes]:
-        """Of the full chunks [first, num_chunks); their blocks must be full of known tokens.
+        """The keys of full chunks [first, num_chunks), whose blocks must be full of known tokens.
 
-        They are kept, but a session whose input goes on loses its last token: chunks that had it have another key then.
+        They are cached. A session that goes on with new input loses its last token: chunks that had it get other keys.
         """
         hashes = self._request.block_hashes
         while self._hashes and not self._is_last_hash_valid(hashes):
@@ -51,17 +51,17 @@ class RequestKeys:
         return last < len(hashes) and bytes(hashes[last]) == self._hashes[-1]
 
     def block_names(self, first: int, end: int) -> bytes:
-        """What the node calls blocks [first, end), as far as they are full of known tokens: the end of the engine's
-        hashes, by which others who hear of blocks know them (`pdx.wire.kv_events`)."""
+        """The node's names for blocks [first, end), as far as they are full of known tokens: the end of the engine's
+        hashes, by which subscribers of events know blocks (`pdx.wire.kv_events`)."""
         hashes = self._request.block_hashes[first:end]
         return b"".join([bytes(one)[-KEY_BYTES:].rjust(KEY_BYTES, b"\0") for one in hashes])
 
     def parent(self, chunk: int) -> bytes:
-        """What leads up to the chunk of this number."""
+        """The key of what precedes the chunk with this number."""
         return self.leading(chunk)[-1] if chunk else root_key(self._fingerprint)
 
     def told(self, first_chunk: int, end_block: int) -> dict[str, Any]:
-        """What an `Admit` says of the blocks from this chunk on, so that a chunk is found in part."""
+        """What an `Admit` says about the blocks from this chunk on, so that a chunk can be found in part."""
         blocks_per_chunk = self._groups[0].blocks_per_chunk
         first_block = first_chunk * blocks_per_chunk
         if end_block - first_block > MAX_BLOCKS or not self._groups.is_single:
@@ -76,7 +76,7 @@ class RequestKeys:
         return (short_key(self._fingerprint, bytes(self._request.block_hashes[end - 1])), count) if count else None
 
     def tail(self, hasher: BlockHasher, tokens: int, transfer: str) -> list[bytes] | None:
-        """Of the tail of a transfer of so many tokens; None where it ends with a full chunk."""
+        """The keys of the tail of a transfer of so many tokens; None: it ends with a full chunk."""
         if tokens != self._tail_tokens:
             self._tail, self._tail_tokens = self._make_tail(hasher, tokens, transfer), tokens
         return self._tail
@@ -91,19 +91,19 @@ class RequestKeys:
 
 
 def with_tail(keys: Sequence[bytes], tail: Sequence[bytes]) -> list[bytes]:
-    """The keys of each group, and then its tail's."""
+    """Insert each group's tail key behind its other keys."""
     width = len(keys) // len(tail)
     return [key for at, last in enumerate(tail) for key in (*keys[at * width : (at + 1) * width], last)]
 
 
 def without_tail(keys: Sequence[bytes], num_groups: int) -> list[bytes]:
-    """Without the last key of each group."""
+    """Remove the last key of each group."""
     width = len(keys) // num_groups
     return [key for at, key in enumerate(keys, 1) if at % width]
 
 
 def sizes(groups: CacheGroups, tail_tokens: int, *, has_room: bool) -> dict[str, Any]:
-    """What an `Admit` says of its chunks, the last of which may be a tail; `has_room`: it asks for room."""
+    """What an `Admit` says about its chunks, the last of which may be a tail; `has_room`: it asks for room."""
     if not groups.is_single:
         pairs = zip(groups, groups.places, strict=True)
         return {"groups": [_group(each, place, tail_tokens, has_room=has_room) for each, place in pairs]}

@@ -1,7 +1,7 @@
 """The scheduler half: asks the node what is there, reserves room, and plans each step for the workers.
 
-It runs on the thread of the engine's scheduler. While the node has not decided about a request, the engine is told to
-ask again in the next step (`pdx.engine.store_lookup`).
+It runs on the engine's scheduler thread. Until the node has decided about a request, the engine is told to ask again in
+the next step (`pdx.engine.store_lookup`).
 """
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ class SchedulerHalf:
         drafts: CacheGroups | None = None,
         not_moved: str = "this engine does not say how its keys turn with their positions",
     ) -> None:
-        """`layout`: of one shard; of a model with several cache groups one for each, in the engine's order.
-        `naming`: what others need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only its
-        `hashing` can. `names_transfers`: of prefill legs whose router has not, as no other connector is meant.
-        `drafts`: the cache groups of a draft model. `not_moved`: why the worker halves cannot load tokens at other
-        positions; empty: they can."""
+        """`layout`: of one shard; one layout per cache group, in the engine's order. `naming`: what other processes
+        need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only `hashing` can.
+        `names_transfers`: name what routers have not, as no other connector is meant. `drafts`: a draft model's cache
+        groups. `not_moved`: why the worker halves cannot load tokens at other positions; empty: they can."""
         self._groups = groups = CacheGroups.of(layout)
         self._hashing = hashing
         if not config.moved:
@@ -76,12 +75,12 @@ class SchedulerHalf:
         self._moved = MovedLookup(config, forms, self._lookup, groups[0])
         self._drafts = None if drafts is None else Drafts(drafts, StoreLookup(config, drafts, hashing.tail))
         self._requests: dict[str, TrackedRequest] = {}
-        self._counts = Counter(dict.fromkeys(State, 0))  # of these
-        self._turns = Turns(limits)  # of new ones
-        self._due: set[str] = set()  # those that the next step may have something to do for
+        self._counts = Counter(dict.fromkeys(State, 0))  # of `_requests`, by state
+        self._turns = Turns(limits)  # of requests without blocks
+        self._due: set[str] = set()  # ids; the next step may have something to do for these
         self._loads: list[LoadPlan] = []
         self._aborts: list[tuple[int, list[Slot]]] = []  # (epoch, slots) per chunk
-        self._ending: dict[str, TrackedRequest] = {}  # over, but their loads are not
+        self._ending: dict[str, TrackedRequest] = {}  # finished, with loads in flight
         self._step = 0
         self.tally = Tally()
         self._names_transfers = names_transfers
@@ -105,8 +104,8 @@ class SchedulerHalf:
     # ---- new requests -----------------------------------------------------------------------
 
     def arrived(self, request: EngineRequest) -> None:
-        """A new request is in the engine's queue. What its turn will need is asked now, if its turn may come soon; else
-        the node is told what will be wanted."""
+        """A new request is in the engine's queue. If its turn may come soon, ask now for what it will need; otherwise
+        tell the node what it will want."""
         tracked = self.track(request, is_new=True)
         if tracked.state is State.LEFT_OUT:
             return
@@ -125,7 +124,7 @@ class SchedulerHalf:
             self._drafts.begin(tracked, connection)
 
     def track(self, request: EngineRequest, *, is_new: bool = False) -> TrackedRequest:
-        """The request's state; made at its first sight. `is_new`: it has no block of the engine's own cache yet."""
+        """The request's state, created at first sight. `is_new`: it has no block of the engine's own cache yet."""
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             return tracked
@@ -156,7 +155,7 @@ class SchedulerHalf:
 
     @property
     def _num_seated(self) -> int:
-        """Requests that have a place among those of a step, or will have one before any that waits."""
+        """The number of requests that have a place in the engine's steps, or will before any waiting request."""
         return sum(map(self._counts.__getitem__, SEATED))  # asked for each request that waits
 
     def _params(self, request: EngineRequest) -> tuple[TransferParams, Envelope]:
@@ -180,12 +179,12 @@ class SchedulerHalf:
         """Tokens beyond `local_tokens` that the store holds for this request; None: ask again."""
         tracked = self.track(request, is_new=not local_tokens)
         tracked.local_tokens = tracked.vouched = local_tokens
-        if not tracked.is_queued:  # what the store holds may be more by now; its reservation stays
+        if not tracked.is_queued:  # preempted: the store may hold more by now; the reservation stays
             tracked.step(Step.PREEMPT)
             tracked.node.sources = b""
             self._trust.forget(tracked)
         has_loaded = tracked.load is not None and tracked.load.preemptions == request.num_preemptions
-        if tracked.state is State.LEFT_OUT or has_loaded:  # or rather, it has not
+        if tracked.state is State.LEFT_OUT or has_loaded:  # asked again: the load failed
             return 0
         connection = self.link.connection
         if connection is None or (tracked.is_decided and tracked.node.epoch != connection.epoch):
@@ -198,7 +197,7 @@ class SchedulerHalf:
         if not is_decided or not self._moved.find(tracked, connection):
             return None
         tokens = max(0, self._usable(tracked) - local_tokens)
-        # What a transfer brings was computed for this engine; and where nobody else runs, there is no step to miss.
+        # A transfer was computed for this engine; and if no other request runs, there is no step to miss.
         loads_all = self._loads_all or tracked.is_decode or not self._counts[State.RUNNING] + self._counts[State.VOID]
         if tokens and not (loads_all or self._times.pays(tokens, len(self._turns))):
             self.link.count("load_not_worth")
@@ -209,8 +208,8 @@ class SchedulerHalf:
         return None if found is None else max(0, found - local_tokens)
 
     def _usable(self, tracked: TrackedRequest) -> int:
-        """How many leading tokens the engine is told of. It computes a prompt's last token again, and of several cache
-        groups it must be told so: else windows would begin a token too late."""
+        """How many leading tokens to report to the engine. It recomputes a prompt's last token, so with several cache
+        groups that token must be left out: otherwise windows would begin one token too late."""
         found, most = tracked.node.hits.tokens, tracked.request.num_tokens - 1
         if self._groups.is_single or found <= most:
             return found
@@ -224,7 +223,7 @@ class SchedulerHalf:
         their tokens are to be loaded."""
         tracked = self.track(request)
         tracked.take_blocks(blocks)
-        is_void = num_external > 0 and not tracked.is_decided  # reset since: the engine may say this some steps later
+        is_void = num_external > 0 and not tracked.is_decided  # a reset came between: engines allocate later
         tracked.step(Step.LOAD if num_external else Step.RUN)
         self._turns.remove(tracked)
         connection = self.link.connection
@@ -233,7 +232,7 @@ class SchedulerHalf:
             drafts, lost = self._drafts.allocated(tracked, num_external, connection)
             if lost and connection is not None:
                 self._abort(connection, connection.epoch, lost)
-        for _, each in self._asked_for(tracked) if is_void else ():  # what it has from before is not saved, either
+        for _, each in self._asked_for(tracked) if is_void else ():  # nor are older blocks saved
             each.step(Step.VOID)
         if num_external:
             tracked.vouched = tracked.local_tokens + num_external
@@ -246,15 +245,14 @@ class SchedulerHalf:
             self._lookup.release(tracked, connection)
 
     def sources(self, request: EngineRequest) -> Mapping[str, int]:
-        """Where the tokens were found whose load was planned last."""
+        """Where the tokens of the request's latest load were found."""
         load = self.track(request).load
         return load.sources if load is not None else {}
 
     def not_loaded(self, block_ids: Set[int]) -> Set[int]:
-        """These blocks were not loaded, and the engine computes them. They may be another connector's, which had
-        promised them for a step that is over.
+        """These blocks were not loaded, and the engine recomputes them. Another connector may have promised them.
 
-        :returns: these, and those that were computed from them: nobody should find them in the engine's own cache.
+        :returns: blocks to evict from the engine's own cache: these, and all that were computed from them.
         """
         ours, others = set[int](), list[TrackedRequest]()
         for tracked in self._requests.values():
@@ -273,13 +271,13 @@ class SchedulerHalf:
         return blocks
 
     def load_failed(self, request_id: str) -> None:
-        """Not all of the request's load has come, and the engine computes the whole prompt."""
+        """A part of the request's load failed, and the engine recomputes the whole prompt."""
         tracked = self._requests.get(request_id)
         if tracked is not None and tracked.load is not None and tracked.is_loading:
             tracked.load.failed_block = tracked.local_tokens // self._groups[0].block_tokens
 
     def _spoil(self, tracked: TrackedRequest) -> None:
-        """It was computed from pages that nobody has loaded: nothing of it is saved."""
+        """Save nothing of a request that was computed from pages that were never loaded."""
         if tracked.state is State.LEFT_OUT:
             return
         self._let_go(tracked)
@@ -290,9 +288,9 @@ class SchedulerHalf:
         self.link.count("save_spoiled", text, tracked.request.request_id)
 
     def heard(self, news: Sequence[WorkerNews]) -> None:
-        """What the worker halves told after a step, one for each."""
+        """The worker halves' reports after a step, one per worker."""
         self._due.update(self._trust.heard(min(each.step for each in news)))
-        # Ranks that save nothing, since others have the same heads, do not know what computing takes.
+        # Ranks that save nothing, since others have the same heads, do not measure computing.
         known = [each.chunk_s for each in news if each.chunk_s]
         self._times.news = WorkerNews(max(each.load_s for each in news), min(known, default=self._times.news.chunk_s))
 
@@ -333,7 +331,7 @@ class SchedulerHalf:
         return self._due
 
     def request_of(self, request_id: str) -> EngineRequest | None:
-        """The request, as the engine has told of it; None: it has not, or the request is finished."""
+        """The request as the engine has it; None: unknown, or finished."""
         tracked = self._requests.get(request_id)
         return tracked.request if tracked is not None else None
 
@@ -388,7 +386,7 @@ class SchedulerHalf:
         return saves
 
     def _asked_for(self, tracked: TrackedRequest) -> Iterator[tuple[StoreLookup, TrackedRequest]]:
-        """What the node is asked of a request, and by whom: its own chunks, and those of its drafts."""
+        """The lookups for a request, each with its state: of the request's own chunks, and of its drafts'."""
         yield self._lookup, tracked
         if self._drafts is not None and tracked.drafts is not None:
             yield self._drafts.lookup, tracked.drafts
@@ -400,10 +398,9 @@ class SchedulerHalf:
     # ---- the end of a request ---------------------------------------------------------------
 
     def finished(self, request: EngineRequest) -> dict[str, Any]:
-        """The request is over, whatever way: what it still holds is given back.
+        """The request is over, for whatever reason: release what it still holds.
 
-        :returns: the `kv_transfer_params` of its answer: what became of each field of its hints, in words, and what its
-            decode leg needs.
+        :returns: the `kv_transfer_params` of its answer: the outcome of each hint in words, and the decode leg's.
         """
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
@@ -427,7 +424,7 @@ class SchedulerHalf:
         return told
 
     def _let_go(self, tracked: TrackedRequest) -> None:
-        """What the request holds in the node is given back, but for what is being loaded."""
+        """Release what the request holds in the node, except for a load in flight."""
         connection = self.link.connection
         self._moved.forget(tracked, connection)
         for lookup, each in self._asked_for(tracked):
@@ -443,14 +440,14 @@ class SchedulerHalf:
                 lookup.give_up_transfer(each, connection)
 
     def _abort(self, connection: Connection, epoch: int, grants: Sequence[SlotGrant]) -> None:
-        """Nobody will finish these; the workers are told, too."""
+        """Abort these grants at the node, and at the workers with the next plan."""
         connection.tell(Abort([slot for grant in grants for slot in grant.slots]))
         self._aborts += [(epoch, grant.slots) for grant in grants]
 
     def reset(self) -> None:
-        """The weights may be other ones from now on: nothing that was saved before is found again by this engine.
+        """The weights may change now: this engine no longer finds anything that was saved before.
 
-        What requests in the engine have computed, or are loading, belongs to the old weights: nothing of it is saved.
+        What current requests have computed or are loading belongs to the old weights, and is not saved.
         """
         self._forms.fingerprint = secrets.token_bytes(KEY_BYTES)
         self.link.key_by(self._forms.fingerprint)
@@ -462,7 +459,7 @@ class SchedulerHalf:
         log.info("the cache was reset: this engine saves and finds chunks under other keys from now on")
 
     def has_unsent_plans(self) -> bool:
-        """Whether the workers must still be told of something, although no request needs a step."""
+        """Whether the workers still need a plan although no request needs a step."""
         return bool(self._aborts)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""What PDX has done for a request, as a part of its trace, where its engine traces it (vLLM: `--otlp-traces-endpoint`).
+"""Spans of what PDX did for a request, in the request's trace, if its engine traces (vLLM: `--otlp-traces-endpoint`).
 
-The engine's own provider sends it, with the engine's own spans.
+The engine's own provider sends them, with the engine's own spans.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pdx.engine.step import EngineRequest
 
 
 def tell(request: EngineRequest, name: str, took_s: float, *, failed: bool = False, **about: str | int | None) -> None:
-    """This has just ended. `about`: without None, as attributes `pdx.…`."""
-    headers = getattr(request, "trace_headers", None)  # of an engine that traces, and a client or proxy that does
+    """Record a span that has just ended. `about`: attributes `pdx.…`, except those that are None."""
+    headers = getattr(request, "trace_headers", None)  # there if engine and client (or proxy) trace
     if not headers:
         return
     from opentelemetry.trace import StatusCode, get_current_span, get_tracer

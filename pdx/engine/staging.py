@@ -1,7 +1,7 @@
-"""The way of pages to host memory: a kernel gathers them into memory of the GPU, the copy engine takes the slices on.
+"""Staging of pages for host memory: a kernel gathers them into memory of the GPU, and the copy engine moves slices on.
 
-No kernel writes over PCIe then: the engine's pages are free as soon as the gather has ended, and the multiprocessors
-are the engine's again, while whole slices cross at the speed of the link. docs/adr/0033.
+So no kernel writes over PCIe: as soon as the gather has ended, the pages are free and the multiprocessors are the
+engine's again, while whole slices cross at the speed of the link (docs/adr/0033).
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ import torch
 from pdx.engine.streams import Stream, StreamEvent, Streams
 from pdx.kernels.page_map import UNIT_BYTES, Batch, PageMap, Place, Run
 
-STAGING_BYTES = 128 << 20  # a launch takes half of it at most, as much as `gpu_copier.LAUNCH_BYTES`
-MAX_UNDER_WAY = 64  # launches whose copies may be under way
+STAGING_BYTES = 128 << 20  # a launch takes at most half of it, as much as `gpu_copier.LAUNCH_BYTES`
+MAX_UNDER_WAY = 64  # launches whose copies may be in flight
 
 
 class Staged(NamedTuple):
-    """Pages of which one layer fits into half of the ring. A layer's runs follow each other there."""
+    """Pages of which one layer fits into half of the ring. A layer's runs are contiguous there."""
 
     batch: Batch  # as if layer 0 lay at the beginning of the ring
-    runs: Sequence[Run]  # whose addresses are in host memory
+    runs: Sequence[Run]  # with addresses in host memory
     layer_bytes: int
 
 
 class Staging:
-    """A ring of the GPU's memory: a kernel fills one part while the copy engine empties those before it.
+    """A ring buffer in the GPU's memory: a kernel fills one part while the copy engine drains those before it.
 
-    The engine's thread alone uses it. It must live until `stream` has done what is queued there.
+    Only the engine's thread uses it. It must live until `stream` has done everything that is queued there.
     """
 
     def __init__(self, pages: Sequence[PageMap], streams: Streams) -> None:
-        """For these pages, by cache group. :raises RuntimeError: the GPU has no room for it."""
+        """`pages`: all that may be staged. :raises RuntimeError: the GPU has no room for the ring."""
         self._streams = streams
         largest = max(each.page_bytes for each in pages)
         self._half_bytes = max(STAGING_BYTES // 2 // UNIT_BYTES * UNIT_BYTES, largest)
         self._memory = torch.empty(2 * self._half_bytes, dtype=torch.uint8, device=pages[0].device)
         self.stream: Stream = streams.new_stream()  # the copy engine's
         self._gathered: StreamEvent = streams.event()
-        # Parts of the ring, the oldest first: start, end, and the event until which the copy engine reads there.
+        # Parts of the ring in use, the oldest first: start, end, and the event after which the copy engine is done.
         self._taken: deque[tuple[int, int, StreamEvent]] = deque()
-        self._at = 0  # behind what was taken last
+        self._at = 0  # behind the last part taken
 
     def stage(self, pages: PageMap, runs: Iterable[Run]) -> list[Staged]:
-        """What these runs of `pages`, with addresses in host memory, are gathered by. On torch's current stream; errors
-        as of `Batch.of`, and a RuntimeError where the GPU has no room for the tables."""
+        """Prepare to gather these runs of `pages`, with addresses in host memory, on torch's current stream. Raises
+        what `Batch.of` raises, and RuntimeError if the GPU has no room for the tables."""
         most_pages = self._half_bytes // pages.page_bytes
         staged: list[Staged] = []
         group: list[Run] = []
@@ -73,8 +73,8 @@ class Staging:
         return Staged(batch, runs, layer_bytes)
 
     def gather(self, gathering: Stream, kernel: Callable[..., None], staged: Sequence[Staged], layers: range) -> None:
-        """Queue the way of these layers: `kernel` on the stream `gathering`, the copies to host memory behind it.
-        Errors are the kernel's, and a GpuError where the driver refused a copy."""
+        """Queue these layers: `kernel` on the stream `gathering`, then the copies to host memory. Raises what the
+        kernel raises, and GpuError if the driver refuses a copy."""
         for each in staged:
             at_once = max(1, self._half_bytes // each.layer_bytes)
             for first in range(layers.start, layers.stop, at_once):
@@ -101,13 +101,13 @@ class Staging:
         self._taken.append((start, start + nbytes, emptied))
 
     def _room(self, nbytes: int, gathering: Stream) -> int:
-        """The next part of the ring; what is queued on `gathering` from now on starts when the part is empty."""
+        """Take the next part of the ring; what is queued on `gathering` from now on starts when the part is drained."""
         start = self._at if self._at + nbytes <= 2 * self._half_bytes else 0
         end, passed = start + nbytes, len(self._taken) - MAX_UNDER_WAY + 1
         for number, (taken, taken_end, _) in enumerate(self._taken, 1):
             if taken < end and start < taken_end:
                 passed = max(passed, number)
-        if passed > 0:  # the copy engine works in order: who waits for one part waits for all before it
+        if passed > 0:  # the copy engine works in order: waiting for one part waits for all before it
             self._taken[passed - 1][2].wait(gathering)
             for _ in range(passed):
                 self._taken.popleft()

@@ -1,4 +1,4 @@
-"""What an engine tells the scheduler half of a request, and of one step. Plain data, with nobody's scheduler in it."""
+"""What an engine tells the scheduler half about a request and about a step: plain data, of no particular engine."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ BlockHasher = Callable[[Any, bytes | None, int, int], bytes]
 
 
 class LeftOut(NamedTuple):
-    """Why nothing of a request is saved or found. `reason`: under which it is counted; empty: it is as it should be.
-    `text`: what is logged, with a place for the request's name."""
+    """Why nothing of a request is saved or found. `reason`: the counter; empty: it is intended, and not counted.
+    `text`: the log message, with a placeholder for the request's id."""
 
     reason: str
     text: str
 
 
 class BlockHashing:
-    """How an engine hashes its requests' blocks, as far as the scheduler half must know. Engines override what they
-    can do."""
+    """How an engine hashes its requests' blocks, as far as the scheduler half must know. Engines override what they can
+    do."""
 
     def __init__(self, hasher: BlockHasher) -> None:
         self.tail = hasher
 
     def keep_apart(self, request: Any, form: str) -> bool:
-        """From now on the engine's own cache gives no blocks of this request to another one, nor to it, unless that one
-        was kept apart by the same word; empty: as ever. False: the engine cannot do that."""
+        """Keep the engine's own cache from sharing blocks between this request and others, unless these were kept apart
+        by the same `form`; empty: by none. False: the engine cannot do that."""
         return not form
 
     def beside(self, request: Any) -> bytes | None:
-        """What is in the hashes of this request's blocks beside its tokens and its cache salt, for a digest; None: more
-        than this engine can say, or than its KV at other positions could be used with."""
+        """What the hashes of this request's blocks cover beside its tokens and its cache salt, as input of a digest.
+        None: the engine cannot tell, or its KV could not be used at other positions."""
         return None
 
     def tokens(self, request: Any, first: int, end: int) -> Sequence[int]:
-        """The request's tokens [first, end), as far as they are known. Asked where `beside` is not None."""
+        """The request's tokens [first, end), as far as they are known. Only called if `beside` is not None."""
         raise NotImplementedError
 
     def name_inputs(self, request: Any, is_new: bool) -> LeftOut | None:
-        """Hashes of this request's blocks are of content alone from now on, or why it is left out. `is_new`: of others
-        the engine has looked hashes up already."""
+        """Have this request's blocks hashed by content alone from now on, or return why it is left out. `is_new`: the
+        engine has not looked up its hashes yet."""
         return None
 
     def shorten(self, request: Any) -> bool:
-        """From now on the request's prompt is without its last token. False: the engine cannot do that."""
+        """Drop the last token of the request's prompt. False: the engine cannot do that."""
         return False
 
 
 class EngineRequest(Protocol):
-    """A request as its engine has it. The scheduler half keeps it until `finished` and reads these names, no others but
-    `cache_salt`, a text that separates tenants, where there is one."""
+    """A request as its engine has it. The scheduler half keeps it until `finished` and reads these attributes and,
+    where they exist, `cache_salt`, a text that separates tenants, and `trace_headers` (`pdx.engine.spans`)."""
 
     @property
     def request_id(self) -> str:
-        """Its name, which no other request of the engine has at the same time."""
+        """Its id, unique among the engine's current requests."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,7 +64,7 @@ class EngineRequest(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are known: of the prompt, and generated. Drafts that may be rejected are not among them."""
+        """Known tokens, of the prompt and generated. Drafts that may be rejected do not count."""
 
     @property
     def num_preemptions(self) -> int:
@@ -76,11 +76,11 @@ class EngineRequest(Protocol):
 
     @property
     def kv_transfer_params(self) -> Any:
-        """Its part in a transfer (`pdx.engine.request.TransferParams`), as it came from the network; or None."""
+        """Its part in a transfer (`pdx.engine.params.TransferParams`), as it came from the network; or None."""
 
 
 class StepLimits(msgspec.Struct, frozen=True):
-    """What an engine takes into one step at most."""
+    """The most that an engine takes into one step."""
 
     tokens: int = 8192
     requests: int = 256
@@ -93,17 +93,17 @@ class StepRequest(msgspec.Struct, frozen=True):
     request_id: str
     computed: int
     scheduled: int
-    known: int  # of the prompt, and generated: KV of a token beyond it may be rejected
+    known: int  # of the prompt, and generated: KV of tokens beyond these may be rejected
     blocks: Sequence[Sequence[int]]  # for each cache group; empty: no new ones
-    has_all_blocks: bool = True  # False: `blocks` follow those that the half has been told of
+    has_all_blocks: bool = True  # False: `blocks` follow those that were told before
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """One step of an engine, whose scheduler has just made it up.
+    """One step, which the engine's scheduler has just composed.
 
-    A request may be left out that has no new blocks and is not in `SchedulerHalf.due`: there is nothing to do for it.
+    A request may be left out if it has no new blocks and is not in `SchedulerHalf.due`: there is nothing to do for it.
     """
 
     requests: Sequence[StepRequest] = ()
-    num_tokens: int = 0  # of all requests of the step, whether told of or not
-    is_busy: bool = False  # requests that ran before would stand still while the scheduler waits
+    num_tokens: int = 0  # of all requests of the step, also those left out
+    is_busy: bool = False  # running requests would stand still while the scheduler waits

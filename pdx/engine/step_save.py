@@ -19,18 +19,17 @@ from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import Lane, Tracer
 from pdx.wire.messages import Fill, Mark
 
-GROUP_BYTES = 1 << 20  # of layers, before the node is told: it sends no less at once to a peer, either
+GROUP_BYTES = 1 << 20  # of layers, before the node is told: it pushes no less at once to a peer, either
 _Layers = tuple[int, range]  # some layers of a cache group
-FLUSH_SPANS = 4096  # written at the end of a step, if no transfer's prefill ends before
+FLUSH_SPANS = 4096  # fewer are written only when a transfer's prefill ends
 
 
 class StepSave:
-    """The engine's thread makes it after `PageCopier.begin`, which took `pages`, calls `gather` and `finish`, and drops
-    it.
+    """The saves of one step. The engine's thread makes it after `PageCopier.begin`, which took `pages`, calls `gather`
+    and `finish`, and drops it.
 
-    What is to be told goes behind the copies or the computing that it tells of: `_computed` runs after compute,
-    `_copied` and `_ended` after copies, each on a thread of the copier's, in order. They alone touch the spans'
-    `_since_ns` and `_is_over`.
+    Reports are queued behind the copies or the computing that they report: `_computed` runs after compute, `_copied`
+    and `_ended` after copies, each on a thread of the copier's, in order. Only they touch `_since_ns` and `_is_over`.
     """
 
     def __init__(
@@ -53,11 +52,11 @@ class StepSave:
         self._share = share
         self._arena = arena
         self._tally = tally or Tally()
-        self._gather_ns = 0  # of the engine's thread, in hooks
+        self._gather_ns = 0  # that the engine's thread spent in hooks
         self._ending = [save for save in saves if save.ends_transfer and save.transfer is not None]
-        # Of each cache group, the slots that are whole when all layers are gathered, and of these …
+        # For each cache group, the slots that are whole when all layers are gathered, and of these …
         self._whole: list[list[Slot]] = [[] for _ in groups]
-        self._by_layer: list[list[Slot]] = [[] for _ in groups]  # … those of which the node hears by layer
+        self._by_layer: list[list[Slot]] = [[] for _ in groups]  # … those that are reported layer by layer
         self._page_counts = [0] * len(groups)  # of one layer
         for each in pages:
             self._page_counts[each.group] += len(each.block_ids)
@@ -66,9 +65,9 @@ class StepSave:
                 if each.by_layer:
                     self._by_layer[each.group] += each.slots_of(share)
         self._done: list[set[int]] = [set() for _ in groups]
-        # Of a step that ends a transfer: for each layer its group, and whether it is gathered.
+        # If the step ends a transfer: for each gathered layer its group, and whether its copy has ended.
         self._copies: list[tuple[int, Callable[[], bool]]] = []
-        self._untold: list[list[int]] = [[] for _ in groups]  # gathered layers that the node is to be told of
+        self._untold: list[list[int]] = [[] for _ in groups]  # gathered layers to be reported to the node
         self._num_computed = 0  # layers whose hook was called
         self._num_layers = sum(layout.num_layers for layout in groups)
         self._traced = _layer_bytes(saves, pages, groups) if tracer is not None and tracer.is_on else {}
@@ -81,7 +80,7 @@ class StepSave:
     # ---- the engine's thread ------------------------------------------------------------------
 
     def gather(self, number: int, group: int, layer: int) -> None:
-        """The pages of this layer of a cache group, the model's `number`th with a KV cache, are final."""
+        """The pages of this layer of a cache group, the model's `number`th with a KV cache, are final: gather them."""
         computed = range(self._num_computed, number + 1)
         if self._tracer is not None and computed and self.copier.after_compute(partial(self._computed, computed)):
             self._num_computed = number + 1
@@ -106,7 +105,7 @@ class StepSave:
             self.copier.after_copies(partial(self._copied, done, start_ns, [(group, layers) for layers in fills]))
 
     def finish(self) -> bool:
-        """The forward pass is over; whether everything is gathered, or will be, and sealed."""
+        """The forward pass is over. Returns whether everything is gathered and sealed, or will be."""
         copier = self.copier
         missing = [
             (group, layers)
@@ -131,7 +130,7 @@ class StepSave:
         self._since_ns = time.monotonic_ns()
 
     def _computed(self, layers: range, *, is_last: bool = False) -> None:
-        """These layers are computed; `is_last`: and with them the step."""
+        """These layers are computed; `is_last`: and with them the whole step."""
         start_ns, self._since_ns = self._since_ns, time.monotonic_ns()
         self._span(Lane.PREFILL, layers, start_ns, self._since_ns)
         if is_last:
@@ -140,7 +139,7 @@ class StepSave:
             self._tracer.flush()
 
     def _copied(self, gathered: Iterable[_Layers], start_ns: int, fills: Iterable[_Layers]) -> None:
-        """These layers are gathered; of `fills` the node hears."""
+        """These layers are gathered; report `fills` to the node."""
         if self._tracer is not None:
             end_ns = time.monotonic_ns()
             if not self.copier.is_asynchronous:
@@ -151,7 +150,7 @@ class StepSave:
             self._fill(self._current(self._by_layer[group]), layers)
 
     def _ended(self, gathered: Iterable[_Layers], start_ns: int) -> None:
-        """The last layers of the step are gathered: the node hears of all that are whole, pushed ones included."""
+        """The last layers of the step are gathered: report all whole chunks to the node, pushed ones included."""
         self._copied(gathered, start_ns, ())
         self._is_over = True
         if self.pages:
@@ -179,8 +178,7 @@ class StepSave:
         return [slot for slot in slots if self._arena.is_current(slot)]
 
     def _mark(self, event: Event, num_layers: Mapping[int, int]) -> None:
-        """Tell the bytes of each transfer that were gathered by now, of so many layers of each cache group, where its
-        prefill ends in this step."""
+        """For each transfer whose prefill ends in this step, report the bytes of the layers gathered by now."""
         for save in self._ending:
             assert save.transfer is not None
             moved = sum(
@@ -199,7 +197,7 @@ class StepSave:
 
 
 def _layer_bytes(saves: Sequence[SavePlan], taken: Sequence[PagesPlan], groups: CacheGroups) -> dict[str, list[int]]:
-    """What is gathered of one layer of each cache group, for each transfer whose prompt is computed in this step."""
+    """Bytes gathered of one layer of each cache group, for each transfer whose prompt is computed in this step."""
     kept = {id(pages) for pages in taken}
     nbytes: dict[str, list[int]] = {}
     for save in saves:

@@ -1,10 +1,9 @@
-"""What the scheduler half asks the node about one request, from its one question to the last release.
+"""The scheduler half's dialog with the node about one request, from its one question to the last release.
 
-A request is *decided* when its hits are leased and its misses have slots, or when that is known to be impossible.
-Until then the engine is told to ask again in the next step. All waiting in one step together takes no longer than
-`ASK_S` and a tenth of a step's time, or `IDLE_S` where it keeps nobody waiting, and every wait has a deadline. The
-engine's scheduler waits so, between two forward passes. The node waits for what may still come: it answers when there
-is more.
+A request is *decided* when its hits are leased and its misses have slots, or when that is known to be impossible. Until
+then the engine is told to ask again in the next step. The engine's scheduler waits for answers, between two forward
+passes: all waits of one step together take at most `ASK_S` and a tenth of a step's time, or `IDLE_S` if they delay no
+other request, and every wait has a deadline. The node waits for what may still arrive, and answers when there is more.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ _Question = Callable[[TrackedRequest, Connection], None]
 
 ASK_S = 0.002
 BUSY_SHARE = 0.1  # of a step's time
-IDLE_S = 0.01  # an engine that asks more often takes time from others' prefill, where they share cores or caches
-PATIENT = 5  # times `lookup_s`: a decode leg that computes does so a second time, and keeps others waiting
-MISS_S = 1.0  # after so long, what was not there is asked for again; hits, at half of their lease
+IDLE_S = 0.01  # asking more often would slow other engines' prefill on shared cores or caches
+PATIENT = 5  # times `lookup_s`, for decode legs: computing would repeat their prefill, and delay others
+MISS_S = 1.0  # misses are asked for again after this; hits, after half of their lease
 
 
 class StoreLookup:
-    """Asks the node on behalf of requests; what is known is kept in the request. One thread: the scheduler's."""
+    """Asks the node on behalf of requests; answers are kept in the request. One thread: the scheduler's."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class StoreLookup:
         *,
         forms: Forms | None = None,
     ) -> None:
-        """`forms`: what says which tokens the node is told; None: none."""
+        """`forms`: decides which tokens the node is told; None: none."""
         self._config = config
         self._forms = forms
         self._groups = groups
@@ -61,33 +60,33 @@ class StoreLookup:
         self._hasher = hasher
         self._clock = clock
         self._step = 0
-        self._left_s = IDLE_S  # what is left of this step's waiting
+        self._left_s = IDLE_S  # how long this step may still wait
         self._is_busy = False
-        self._ahead: deque[tuple[TrackedRequest, Asked]] = deque()  # room that was asked for ahead of a turn
-        # What one message may name, and its answer hold.
+        self._ahead: deque[tuple[TrackedRequest, Asked]] = deque()  # questions for room, ahead of a turn
+        # As many as one message may name and its answer hold.
         self._max_chunks = min(MAX_KEYS, MAX_SLOTS // groups.num_shards) // len(groups) - 1
 
     def new_step(self, *, is_busy: bool, is_loading: bool = False, step_s: float = 0.0) -> None:
-        """A new scheduling step: it may wait again, and not for long where a load may end meanwhile.
+        """Start a scheduling step, which may wait again, but only briefly if a load may end meanwhile.
 
-        Requests that are running wait with it: then for a small share of the time that a step takes (`step_s`; 0: not
-        known), because a request without its answer loses all of a step.
+        If requests are running, they wait, too, so the step waits for a small share of a step's time (`step_s`; 0: not
+        known). It waits at all because a request without its answer loses a whole step.
         """
         self._step += 1
         self._is_busy = is_busy
         self._left_s = min(ASK_S, step_s * BUSY_SHARE) if is_busy else ASK_S if is_loading else IDLE_S
 
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """A new request: ask what the engine will want to know when the request's turn comes. Never waits."""
+        """Ask about a new request what the engine will want to know at its turn. Never waits."""
         if self.is_silent(tracked, connection):
-            return  # it may be heard again until then
+            return  # the node may answer again by then
         self._try(tracked, connection, self._ask)
-        # What may still come is waited for; and a transfer whose room goes is given up.
+        # Not withdrawn: questions that wait for what may arrive, and a prefill leg's, which would end its transfer.
         if tracked.node.asked is not None and not tracked.is_prefill and not self._may_come(tracked):
             self._ahead.append((tracked, tracked.node.asked))
 
     def expect(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """A new request whose turn will not come soon: tell the node what it will want. Never waits."""
+        """Tell the node what a new request will want whose turn will not come soon. Never waits."""
         keys = self._keys(tracked, tracked.request.num_prompt_tokens)
         if keys:
             tracked.deal_with(connection.epoch)
@@ -97,12 +96,12 @@ class StoreLookup:
             connection.tell(Expect(name, keys, self._groups.num_shards, groups=groups))
 
     def expect_no_more(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """The request ended before its turn."""
+        """Withdraw `expect`: the request ended before its turn."""
         if tracked.node.is_expecting and tracked.node.epoch == connection.epoch:
             connection.tell(Expect(tracked.request.request_id[:MAX_NAME]))
 
     def take_back(self, connection: Connection | None) -> None:
-        """The turn of these has not come soon: others may fill their room sooner, and decoders wait for that."""
+        """Withdraw questions whose turn has not come soon: others can fill that room, and decoders wait for it."""
         while self._ahead and self._clock() - self._ahead[0][1].at > MISS_S:
             tracked, asked = self._ahead.popleft()
             if tracked.node.asked is asked and connection is not None and tracked.node.epoch == connection.epoch:
@@ -110,14 +109,14 @@ class StoreLookup:
                 tracked.node.asked, tracked.node.asked_since = None, 0.0
 
     def advance(self, tracked: TrackedRequest, connection: Connection, *, may_ask: bool = True) -> bool:
-        """Ask the node, as far as needed; whether the request is decided now. `may_ask`: its turn is near."""
+        """Ask the node, as far as needed. Returns whether the request is decided now. `may_ask`: its turn is near."""
         if not (tracked.is_decided and self._is_fresh(tracked)):
             if not may_ask and (tracked.node.asked is None or tracked.node.epoch != connection.epoch):
                 return False
             self._try(tracked, connection, self._decide)
         if not tracked.is_decided:
             return False
-        self._left_s = min(self._left_s, ASK_S)  # it can be scheduled in this step, and waits for the others meanwhile
+        self._left_s = min(self._left_s, ASK_S)  # it can be scheduled now, and waits for the others
         return True
 
     def _try(self, tracked: TrackedRequest, connection: Connection, step: _Question) -> None:
@@ -137,11 +136,11 @@ class StoreLookup:
             tracked.step(Step.DECIDE)
 
     def is_silent(self, tracked: TrackedRequest, connection: Connection) -> bool:
-        """Whether one request was not answered in time, or would not be: the others need not find that out, too."""
+        """Whether the node has been silent so long that the request need not wait for its own timeout."""
         return connection.silent_s() >= _patience(tracked) * self._config.lookup_s
 
     def _decide(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """Ask, or take the answer; asked again in the next step if that is not the last word."""
+        """Ask, or take the answer. Called again in the next step if the request is not decided then."""
         tracked.step(Step.ASK_AGAIN)
         if tracked.wait_until is None and self._may_come(tracked):
             tracked.wait_until = self._clock() + self._config.transfer_wait_s
@@ -164,28 +163,28 @@ class StoreLookup:
         if answer is None:
             return
         tracked.node.asked = None
-        if answer.sources:  # what has come for this request counts so, however often it asks
+        if answer.sources:  # what was brought for this request keeps its source, however often it asks
             both = itertools.zip_longest(tracked.node.sources, answer.sources, fillvalue=0)
             tracked.node.sources = bytes(map(max, both))
         if answer.waiting and tracked.node.awaited:
             if not self._waits_on(tracked, connection):
                 self._decide(tracked, connection)
             return
-        tracked.node.awaited = min(tracked.node.awaited, Awaited.TRANSFER)  # the source has had its turn
+        tracked.node.awaited = min(tracked.node.awaited, Awaited.TRANSFER)  # the source was asked
         if answer.full and not tracked.takes_part:
             self._wait_for_room(tracked, connection)
             return
         self._take(tracked, connection, answer, asked)
         if tracked.node.reserved:
-            tracked.node.awaited = Awaited.NOTHING  # what is being filled may be this request's own to fill from now on
-        # One that could not have been taken sooner is taken whatever its age: steps may be as far apart.
+            tracked.node.awaited = Awaited.NOTHING  # chunks being filled may be this request's own from now on
+        # An answer that could not have been taken sooner is taken at any age: steps may be that far apart.
         if self._step - asked.step > 1 and not self._is_fresh(tracked):
             self._ask(tracked, connection)
         elif tracked.node.reserved:
             tracked.step(Step.DECIDE)
 
     def _is_fresh(self, tracked: TrackedRequest) -> bool:
-        """Whether the last answer is young enough to say what is there."""
+        """Whether the last answer is recent enough to rely on."""
         found = tracked.node.found
         hits = tracked.node.hits
         limit_s = hits.lease_s / 2 if hits.slots or hits.moved else MISS_S
@@ -194,15 +193,15 @@ class StoreLookup:
     # ---- room that is not waited for --------------------------------------------------------
 
     def reserve_late(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
-        """Room for chunks that generated tokens up to `end` have filled, and what `reserve_again` has asked for.
+        """Ask for room for chunks that generated tokens fill up to `end`; take the answer, also to `reserve_again`.
 
-        Never waits: the answer is there in one of the next steps, and the blocks are still the request's then; but a
-        state is gone with the step after the one that has left it.
+        Does not wait: the answer arrives in one of the next steps, when the request still has its blocks. Only models
+        with states wait: a state is gone after the step that follows.
         """
         try:
             if tracked.node.late is None:
                 first, last = self._first_decoded(tracked), end // self._layout.chunk_tokens
-                is_tail = tracked.is_prefill and end <= tracked.request.num_prompt_tokens  # the transfer has it
+                is_tail = tracked.is_prefill and end <= tracked.request.num_prompt_tokens  # the transfer carries it
                 if self._saves_decoded and first < last and not is_tail:
                     tracked.decoded_end = last
                     self._ask_late(tracked, connection, first, last)
@@ -215,7 +214,7 @@ class StoreLookup:
         except (NodeError, ProtocolError) as error:
             text = "chunks of request %s are not saved: %s"
             connection.count("save_skipped", text, tracked.request.request_id, error)
-            self.forget_asked(tracked, connection)  # it may be answered yet
+            self.forget_asked(tracked, connection)  # the answer may still come
 
     @property
     def _saves_decoded(self) -> bool:
@@ -226,12 +225,12 @@ class StoreLookup:
         return max(tracked.decoded_end, self._num_prompt_chunks(tracked))
 
     def _num_prompt_chunks(self, tracked: TrackedRequest) -> int:
-        """Of a decode leg, those of its transfer: its prompt may end with the first token that was generated."""
+        """Of the prompt; for a decode leg, of its transfer: its prompt may end with the first generated token."""
         num_tokens = tracked.transfer_tokens if tracked.is_decode else 0
         return self._groups.whole_chunks(int(num_tokens or tracked.request.num_prompt_tokens))
 
     def reserve_again(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """Chunks of the request were evicted before they were loaded: they are computed again, and saved."""
+        """Ask for room again: chunks were evicted before they were loaded, so they are computed again and saved."""
         if tracked.node.late is not None or not (tracked.saves and self._config.save):
             return
         num_chunks = max(tracked.request.num_prompt_tokens // self._layout.chunk_tokens, tracked.decoded_end)
@@ -248,13 +247,13 @@ class StoreLookup:
         return self._saves_decoded and len(tracked.block_ids) * self._layout.block_tokens >= next_end
 
     def _ask_late(self, tracked: TrackedRequest, connection: Connection, first: int, end: int) -> None:
-        """Room alone, for chunks [first, end), which come late: they are not pushed."""
+        """Ask for room only, for chunks [first, end). They come late and are not pushed."""
         ask = Admit(
             tracked.keys.leading(end, first),
             **sizes(self._groups, 0, has_room=True),
             shards=self._groups.num_shards,
             partial=tracked.takes_part,
-            transfer=tracked.transfer if tracked.is_prefilling else None,  # which has the prompt alone
+            transfer=tracked.transfer if tracked.is_prefilling else None,  # which carries only the prompt
             part="writes",
             hints=tracked.hints,
             **tracked.keys.told(first, end * self._layout.blocks_per_chunk),
@@ -267,7 +266,7 @@ class StoreLookup:
     def _ask(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Ask what is there, and for room for what is not, unless the request has that already.
 
-        A prefill leg wants all or nothing as long as it may wait; everybody else takes what room there is.
+        A prefill leg wants all or nothing as long as it may wait; any other request takes what room there is.
         """
         wants_room = self._takes_room(tracked) and not tracked.node.reserved
         keys, tail_tokens = self._prompt_keys(tracked)
@@ -277,7 +276,7 @@ class StoreLookup:
             return
         whole = len(keys) // len(self._groups) - (tail_tokens > 0)
         may_be_elsewhere = tracked.is_decode or whole > 0
-        source = tracked.source if tracked.node.awaited is Awaited.SOURCE else connection.node_name  # peers had a turn
+        source = tracked.source if tracked.node.awaited is Awaited.SOURCE else connection.node_name  # peers were asked
         ask = Admit(
             keys,
             **sizes(self._groups, tail_tokens, has_room=wants_room),
@@ -297,7 +296,7 @@ class StoreLookup:
         )
         end_tokens = whole * self._groups.chunk_tokens + tail_tokens
         tracked.node.asked = self.ask(connection, ask, 0, whole + (tail_tokens > 0), end_tokens)
-        tracked.node.is_expecting = False  # the node knows by the question
+        tracked.node.is_expecting = False  # the question tells the node
         tracked.node.asked_since = tracked.node.asked_since or tracked.node.asked.at
         if wants_room and not tracked.is_prefill:
             tracked.decoded_end = max(tracked.decoded_end, whole)
@@ -306,7 +305,7 @@ class StoreLookup:
         return self._config.save and tracked.node.fits
 
     def _wait_s(self, tracked: TrackedRequest) -> float:
-        """How long the node may keep its answer back: so much less than `lookup_s` that silence is still noticed."""
+        """How long the node may hold back its answer: so much less than `lookup_s` that silence is still noticed."""
         until = tracked.wait_until
         left_s = self._config.transfer_wait_s if until is None else max(0.0, until - self._clock())
         return min(self._config.lookup_s / 2, left_s)
@@ -315,7 +314,7 @@ class StoreLookup:
         return bool(tracked.source) or (tracked.is_decode and tracked.node.awaited > Awaited.NOTHING)
 
     def _waits_on(self, tracked: TrackedRequest, connection: Connection) -> bool:
-        """Whether to ask again in the next step, because more may come; or at once, for what is here."""
+        """Whether to ask again in the next step, because more may arrive. False: ask at once, for what is here."""
         now, limit_s = self._clock(), self._config.transfer_wait_s
         if tracked.wait_until is None:
             tracked.wait_until = now + limit_s
@@ -327,21 +326,21 @@ class StoreLookup:
             text = "transfer %s did not arrive within %s s"
             connection.count("transfer_late", text, tracked.transfer, limit_s)
             return False
-        # The node ends these waits by its own deadlines (`fetch_s`, a tier that is too slow). Should it not, the next
-        # question is about this node alone, and its answer has a lease on what is here.
+        # The node ends these waits by its own deadlines (`fetch_s`, a tier that is too slow). If it does not, the next
+        # question is about this node alone, and its answer leases what is here.
         text = "request %s goes on without chunks of %s"
         connection.count("source_late", text, tracked.request.request_id, source or "a lower tier")
         return bool(source)
 
     def _prompt_keys(self, tracked: TrackedRequest) -> tuple[list[bytes], int]:
-        """The keys of the prompt, and the tokens of the tail that the last ones are of; 0: they are whole chunks'."""
+        """The prompt's keys, and the tokens of the tail that the last ones are for; 0: all are for whole chunks."""
         request, groups = tracked.request, self._groups
         if request.num_preemptions and not tracked.is_prefill:
             # What was generated may be there, too; the tail was for one reader.
             return self._keys(tracked, request.num_tokens if self._saves_decoded else request.num_prompt_tokens), 0
         tokens = tracked.transfer_tokens
         whole = groups.whole_chunks(tokens)
-        # Of a prompt so long that a message cannot name all of it the tail would not follow the keys.
+        # If a message cannot name all of a long prompt, the tail would not follow the other keys.
         if tracked.transfer is not None and tokens > 0 and whole <= self._max_chunks:
             tail = tracked.keys.tail(self._hasher, tokens, tracked.transfer)
             if tail is not None:
@@ -355,7 +354,7 @@ class StoreLookup:
         return keys, 0
 
     def _end_block(self, tracked: TrackedRequest, tail_tokens: int) -> int:
-        """Behind the last full block that a question is about; a tail has nothing of what was generated behind it."""
+        """The end of the full blocks that a question is about; with a tail, generated blocks are left out."""
         request = tracked.request
         tokens = request.num_prompt_tokens if tail_tokens else request.num_tokens
         return min(tokens // self._layout.block_tokens, self._max_chunks * self._layout.blocks_per_chunk)
@@ -366,7 +365,7 @@ class StoreLookup:
     # ---- its answer -------------------------------------------------------------------------
 
     def _take(self, tracked: TrackedRequest, connection: Connection, answer: Admitted, asked: Asked) -> None:
-        """These are the hits now, in the place of those there were, and this is room for what is missing."""
+        """Replace the request's hits by the answer's, and take the room that it grants for what is missing."""
         self.release(tracked, connection)
         tracked.take_verdicts(answer.verdicts)
         is_first, tracked.node.found = tracked.node.found is None, asked
@@ -376,7 +375,7 @@ class StoreLookup:
         self._take_grants(tracked, answer, asked)
         if tracked.is_decode and is_first:
             self.mark(tracked, connection, Event.FOUND, tokens=tracked.node.hits.tokens)
-        if tracked.node.reserved:  # unless what was there is gone: not all chunks of the prompt are hits or have room
+        if tracked.node.reserved:  # not if hits have gone: each chunk of the prompt must be a hit or have room
             granted = {grant.first_token // self._groups.chunk_tokens for grant in tracked.node.grants}
             is_covered = granted.issuperset(range(tracked.node.hits.num_whole, self._num_prompt_chunks(tracked)))
             tracked.node.reserved = not self._takes_room(tracked) or is_covered
@@ -386,13 +385,13 @@ class StoreLookup:
             self.mark(tracked, connection, Event.ADMITTED, tokens=tracked.node.hits.tokens)
 
     def _hits(self, tracked: TrackedRequest, answer: Admitted, asked: Asked) -> Hits:
-        """What the answer says can be loaded; of a tail as much as this request may have of it."""
-        if answer.waiting:  # about nothing that may come: the node holds nothing for this request
+        """What can be loaded according to the answer; of a tail, as much as this request may use."""
+        if answer.waiting:  # for nothing that this request awaits: the node leases nothing to it
             return Hits()
         keys, tail_tokens = self._prompt_keys(tracked)
         whole, part_blocks = answer.hits, answer.part_blocks
         has_tail = tail_tokens > 0 and whole == len(keys) // len(self._groups)
-        if has_tail and not tracked.is_decode:  # its own, of which it has no use but for full blocks
+        if has_tail and not tracked.is_decode:  # its own, of which only full blocks are of use
             if not self._groups.is_single:
                 return Hits(lease=answer.lease, lease_s=answer.lease_s)
             own_tail = tail_tokens // self._layout.block_tokens
@@ -419,7 +418,7 @@ class StoreLookup:
         return [slots[start : start + shards] for start in range(0, len(slots), shards)]
 
     def _wait_for_room(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """There is not enough for all of its prompt: ask again, and from a deadline on take a part."""
+        """There is no room for all of its prompt: ask again until a deadline, and then take a part."""
         now = self._clock()
         if tracked.room_until is None:
             tracked.room_until = now + self._config.reserve_wait_s
@@ -445,17 +444,17 @@ class StoreLookup:
     # ---- answers, leases, the end -----------------------------------------------------------
 
     def ask(self, connection: Connection, body: Admit | FindMoved, *chunks: int) -> Asked:
-        """A question, whose answer somebody will `collect`; `chunks`: those that it is about, as in `Asked`."""
+        """Send a question, whose answer is to be `collect`ed. `chunks`: those that it is about, as in `Asked`."""
         return Asked(connection.ask(body), self._clock(), self._step, *chunks)
 
     def collect(
         self, connection: Connection, asked: Asked, kind: type[_A], *, wait: bool = True, times: int = 1
     ) -> _A | None:
-        """The answer, if it is there; a NodeError if the node refused, or kept who waits so many times `lookup_s`."""
+        """The answer, if it is there. Raises NodeError if the node refused, or was silent for `times` `lookup_s`."""
         start = time.monotonic()
         answer = connection.collect(asked.seq, self._left_s if wait else 0.0, or_another=not self._is_busy)
         took_s = time.monotonic() - start
-        # Where another answer has come, its request is not kept waiting: it runs now, and this one in the next step.
+        # If another answer has come, stop waiting: its request runs now, and this one in the next step.
         has_others = answer is None and wait and took_s < self._left_s
         self._left_s = 0.0 if has_others else max(0.0, self._left_s - took_s)
         if answer is None and wait and self._clock() - asked.at >= (limit_s := times * self._config.lookup_s):
@@ -465,7 +464,7 @@ class StoreLookup:
         return answer
 
     def release(self, tracked: TrackedRequest, connection: Connection | None) -> None:
-        """The request's hits are loaded or not needed."""
+        """Release the request's hits, which are loaded or not needed."""
         node = tracked.node
         lease, node.hits = node.hits.lease, Hits()
         if lease and connection is not None and connection.epoch == node.epoch:
@@ -476,18 +475,18 @@ class StoreLookup:
             connection.tell(told)
 
     def forget_asked(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """Nobody waits for what the node was asked."""
+        """Drop the request's pending questions."""
         for asked in filter(None, (tracked.node.asked, tracked.node.late)):
             connection.forget(asked.seq)
         tracked.node.asked = tracked.node.late = None
 
     def give_up_transfer(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """A decoder that waits for this prefill shall stop waiting."""
+        """Cancel a prefill leg's transfer, so that its decoder stops waiting."""
         if tracked.is_prefill and tracked.transfer is not None:
             connection.tell(Cancel(tracked.transfer))
 
     def mark(self, tracked: TrackedRequest, connection: Connection, event: Event, *, tokens: int = 0) -> None:
-        """A moment in the timeline of the request's transfer."""
+        """Add a moment to the timeline of the request's transfer."""
         if tracked.transfer is not None:
             connection.tell(Mark(tracked.transfer, event, time.monotonic_ns(), tokens=tokens))
 

@@ -1,4 +1,4 @@
-"""Streams of a GPU, as far as copies need them: torch's; tests have streams of their own that lag."""
+"""The streams of a GPU that copies need: torch's. Tests have streams of their own that lag."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Streams:
         self._gpu: Gpu | None = None
 
     def gpu(self) -> Gpu:
-        """The GPU they are on, or GpuUnavailable. In one process torch and the driver number GPUs alike."""
+        """The streams' GPU; raises GpuUnavailable. Within a process torch and the driver number GPUs alike."""
         if self._gpu is None:
             self._gpu = Gpu.find(str(self._device.index))
         return self._gpu
 
     def bind_thread(self) -> None:
-        """Prepare the calling thread, which is not the engine's: what it calls spoils no graph that another one
+        """Prepare the calling thread, which is not the engine's: its calls must not spoil other threads' graph
         captures."""
         torch.cuda.set_device(self._device)
         self.gpu().use()
         call("cuThreadExchangeStreamCaptureMode", api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
 
     def new_stream(self) -> Stream:
-        """A stream that waits for no other by itself."""
+        """A stream that does not wait for others implicitly."""
         return torch.cuda.Stream(self._device)
 
     def compute(self) -> Stream:
@@ -51,7 +51,7 @@ class Streams:
         return context
 
     def event(self) -> StreamEvent:
-        """A new event, which has passed as long as it is not recorded. Waiting for it sleeps: no core is kept busy."""
+        """A new event, which counts as passed until it is recorded. Waiting for it sleeps, and keeps no core busy."""
         return torch.cuda.Event(blocking=True)
 
     def is_capturing(self) -> bool:

@@ -1,4 +1,4 @@
-"""What an engine's own metrics say of PDX: each half counts, and its engine takes that after a step."""
+"""Counts for an engine's own metrics: each half counts, and its engine takes the counts after a step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter
 
 
 class Tally:
-    """What was counted since it was last taken: by metric and the value of its one label
-    (`pdx.telemetry.names.OF_ENGINES`). Any thread."""
+    """Counts since the last `take`, by metric and the value of its one label (`pdx.telemetry.names.OF_ENGINES`).
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -19,7 +19,7 @@ class Tally:
             self._counts[f"{name}/{label}"] += count  # type: ignore[assignment]  # seconds, too
 
     def moved(self, direction: str, nbytes: int, seconds: float) -> None:
-        """Bytes were copied to the engine's pages, or from them."""
+        """Count bytes that were copied to the engine's pages, or from them."""
         self.add("copied_bytes", direction, nbytes)
         self.add("copied_seconds", direction, seconds)
 

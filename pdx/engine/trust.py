@@ -1,9 +1,9 @@
-"""Which of the engine's blocks hold KV that nobody has vouched for.
+"""Which of the engine's blocks may hold KV that was promised and never loaded.
 
 An engine may count tokens as computed that another connector has promised to load in the same step, as vLLM does for
-MultiConnector, and tell only after the step which blocks were not loaded. Until then nothing is saved that rests on
-them. What rests on blocks that failed is never saved: neither of that request, nor of those that find these blocks in
-the engine's own cache, where vLLM leaves them.
+MultiConnector, and report only after the step which blocks were not loaded. Until then nothing that depends on them is
+saved. What depends on failed blocks is never saved, neither of that request nor of others that find these blocks in the
+engine's own cache, where vLLM leaves them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence, Set
 from pdx.engine.request import TrackedRequest
 from pdx.engine.step import StepRequest
 
-NEVER = 1 << 62  # no step's outcome will help
+NEVER = 1 << 62  # no step's outcome decides
 
 
 class Trust:
     """The doubt about each block and each request: the number of the step whose outcome decides, `NEVER`, or 0.
 
-    A block that is written anew is worth what its writer is worth. Costs nothing where nobody else promises anything.
-    One thread: the scheduler's.
+    A block that is overwritten gets its writer's doubt. Costs nothing if no other connector makes promises. One thread:
+    the scheduler's.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -34,7 +34,7 @@ class Trust:
         return self._awaited > self._heard
 
     def scheduled(self, tracked: TrackedRequest, step: StepRequest, number: int) -> int:
-        """The request is in step `number`: the doubt about its pages."""
+        """Note that the request is in step `number`. Returns the doubt about its pages."""
         if step.blocks and step.has_all_blocks:
             computed = -(-step.computed // self._block_tokens)
             vouched = min(tracked.vouched // self._block_tokens, computed) if step.computed else 0
@@ -58,13 +58,13 @@ class Trust:
         return doubt
 
     def written(self, blocks: Iterable[int]) -> None:
-        """These are filled anew by somebody who is trusted."""
+        """A trusted writer overwrites these blocks."""
         if self._doubts:
             for block in blocks:
                 self._doubts.pop(block, None)
 
     def failed(self, blocks: Set[int], requests: Iterable[TrackedRequest]) -> tuple[list[TrackedRequest], set[int]]:
-        """These blocks were not loaded. All that was computed from them is spoiled: the requests that have it, and the
+        """These blocks were not loaded. Returns what is spoiled: the requests computed from them, and all such
         blocks."""
         bad, spoiled, left = set(blocks), list[TrackedRequest](), list(requests)
         while True:
@@ -80,7 +80,7 @@ class Trust:
                     spoiled.append(tracked)
 
     def heard(self, number: int) -> list[str]:
-        """What failed in steps up to this one is known: the requests that are trusted now."""
+        """All failures in steps up to this one are known. Returns the requests that are trusted now."""
         self._heard = max(self._heard, number)
         if not self._doubts:
             return []
@@ -91,7 +91,7 @@ class Trust:
         return trusted
 
     def forget(self, tracked: TrackedRequest) -> None:
-        """It is over, or has lost its blocks."""
+        """The request is over, or has lost its blocks."""
         self._doubted.pop(tracked.request.request_id, None)
 
     def _worst(self, blocks: Sequence[int]) -> int:

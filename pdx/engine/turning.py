@@ -13,7 +13,7 @@ from pdx.engine.plan import MovedTokens
 from pdx.kernels.turned import Offsets, PageElements, Turn, scatter_turned, spans, warm_up
 from pdx.memory.rope import Rope
 
-_BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16}  # as which torch shows elements to NumPy
+_BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16}  # the types as which torch shows elements to NumPy
 
 turn_of = lru_cache(Turn.of)
 
@@ -33,7 +33,7 @@ class Turning(NamedTuple):
         return turn_of(self.elements, self.rope, shift, is_half=self.dtype == torch.bfloat16)
 
     def pages(self, rows: torch.Tensor) -> NDArray[Any]:
-        """Pages, as rows of whatever type, for `scatter`: a view."""
+        """A view of pages, which are rows of any type, for `scatter`."""
         found: NDArray[Any] = rows.view(_BITS[self.dtype]).numpy()
         return found if self.dtype == torch.float32 else found.view("uint16")
 
@@ -42,5 +42,5 @@ class Turning(NamedTuple):
         return spans(self.elements, moved.first, moved.target, moved.num_tokens, block_ids)
 
     def scatter(self, source: NDArray[Any], targets: Sequence[NDArray[Any]], lines: Offsets, shift: int) -> None:
-        """Copy them from a chunk's pages [layers, pages, …] to the engine's of each layer. Any thread."""
+        """Copy these tokens from a chunk's pages [layers, pages, …] to the engine's pages of each layer. Any thread."""
         scatter_turned(source, targets, lines, self._turn(shift))

@@ -1,7 +1,7 @@
-"""A digest of a model's weight files that differs wherever their KV would, for a bounded part of the reading.
+"""A digest of a model's weight files that differs wherever their KV would, but reads only a part of them.
 
-Small tensors are hashed whole: norms, biases and scales of a cache are where two checkpoints of one shape may differ
-alone. Of large ones pieces are read, because training changes such a tensor everywhere.
+Small tensors are hashed whole: two checkpoints of one shape may differ only in norms, biases or scales of a cache.
+Large ones are sampled, because training changes such a tensor everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_HEADER_BYTES = 100 << 20  # what the format allows
 _THREADS = 8
 
 
-# What a file says of its tensors: what stands for all it says, their (offset, bytes), and the stride of their samples.
+# A file's table of tensors: bytes that stand for all of it, each tensor's (offset, bytes), the stride of samples.
 _Table = tuple[bytes, Sequence[tuple[int, int]], int]
 
 
@@ -49,7 +49,7 @@ def weights_digest(files: Iterable[Path]) -> bytes:
 
 
 def pieces(spans: Iterable[tuple[int, int]], stride: int = STRIDE_BYTES) -> Iterator[tuple[int, int]]:
-    """(offset, bytes) to be read of tensors that lie at `spans`."""
+    """The (offset, bytes) to read of tensors that lie at `spans`."""
     for offset, nbytes in spans:
         if nbytes < WHOLE_BYTES:
             yield offset, nbytes
@@ -71,7 +71,7 @@ def _file_digest(file: Path) -> bytes:
 
 
 def _safetensors_table(file: Path, size: int) -> _Table | None:
-    """None: not such a file, or a damaged one, which the engine itself will refuse."""
+    """For a safetensors file. None: not such a file, or a damaged one, which the engine itself will refuse."""
     if file.suffix != ".safetensors" or size < 8:
         return None
     with file.open("rb") as stream:
@@ -91,12 +91,12 @@ def _safetensors_table(file: Path, size: int) -> _Table | None:
 
 
 def _zip_table(file: Path) -> _Table | None:
-    """Of a file of torch: every tensor is a member, stored as it is, with its CRC-32. None: not such a file."""
+    """For a file of torch: every tensor is a member, stored as it is, with its CRC-32. None: not such a file."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
     except (OSError, zipfile.BadZipFile):
         return None
     head = json.dumps([(each.filename, each.file_size, each.CRC) for each in members]).encode()
-    # A member's bytes lie behind its own header, whose length only the file itself says: a piece begins with it.
+    # A member's bytes follow its own header, whose length only the file itself tells: a piece begins with the header.
     return head, [(each.header_offset, each.compress_size) for each in members], STRIDE_BYTES

@@ -1,7 +1,7 @@
-"""The worker half: has final pages gathered into slots layer by layer, and loads scattered into the engine's pages.
+"""The worker half: gathers final pages into slots layer by layer, and scatters loads into the engine's pages.
 
-What copies is a `PageCopier`: on a CPU the hook returns when the copy is done, on a GPU the copy has only been queued.
-Whatever is told to the node goes behind the copies that it tells of (`PageCopier.after_copies`).
+A `PageCopier` copies: on a CPU a hook returns when its copy is done, on a GPU when it is queued. Reports to the node
+are queued behind the copies that they report (`PageCopier.after_copies`).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ log = logging.getLogger("pdx.engine")
 START_UP_S = 20.0  # at start-up only
 IDLE_WAIT_S = 0.03  # on a CPU, whose cores the load needs
 GPU_IDLE_WAIT_S = 0.002
-NEWS_SHARE = 0.2  # a pace that has changed by less is not told
+NEWS_SHARE = 0.2  # a pace that has changed by less is not reported
 
 
 class WorkerHalf:
     """One per rank. All methods are called by the engine's model runner, on its thread.
 
-    `layout`: see `SchedulerHalf`. `streams`: where copies run, if not on those of the GPU that the KV cache is on.
+    `layout`: see `SchedulerHalf`. `streams`: for copies; by default streams of the GPU that the KV cache is on.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class WorkerHalf:
         ranks: int = 0,
         stage: int = 0,
     ) -> None:
-        """`ranks`: how many a pipeline stage of the engine has; 0: as many as shards. `stage`: that of this one, whose
-        cache groups `layout` has then. A LayoutError where these do not fit."""
+        """`ranks`: of each of the engine's pipeline stages; 0: as many as shards. `stage`: of this rank; `layout` has
+        that stage's cache groups. Raises LayoutError if these do not fit together."""
         self._groups = CacheGroups.of(layout)
         shards = self._groups.num_shards
         self._share = Share.of(rank, ranks or shards, shards)
         self._streams = streams
         self._layers: dict[str, tuple[int, int, int]] = {}  # number in the model, cache group, number in the group
         self._tracer = tracer_for(config.trace, f"{engine}/{stage * (ranks or shards) + rank}")
-        # Where several ranks read what one writes, or a stage what another one may have written, all have the node's
-        # first arena, whatever GPU they compute on.
+        # If several ranks read what one writes, or a stage may read what another one wrote, all use the node's first
+        # arena, whichever GPU they compute on.
         gpu = _gpu_of(streams) if ranks <= shards and not self._groups.stages else ""
         share = self._share
         hello = Hello(
@@ -92,7 +92,7 @@ class WorkerHalf:
         self.tally = tally = Tally()
         self._loader = Loader(self._groups, self._share, self._tracer, tally=tally, patience_s=config.transfer_wait_s)
         self._copier: PageCopier | None = None  # while there is a KV cache
-        self._cache: tuple[Sequence[Sequence[torch.Tensor]], int] = (), 0  # by cache group; how many blocks
+        self._cache: tuple[Sequence[Sequence[torch.Tensor]], int] = (), 0  # by cache group; number of blocks
         self._turning: Turning | TurnedPages | None = None
         self._idle = True
         self._pace = Pace(self._groups.chunk_tokens)
@@ -100,8 +100,8 @@ class WorkerHalf:
         self._has_news = False
         self._told_chunk_s = 0.0  # the pace that the scheduler half knows
         self._step = 0, 0  # tokens of this step, and when it began (CLOCK_MONOTONIC)
-        self._saving: StepSave | None = None  # of this step, if the node that the plan is about is still there
-        self._spoiled: set[Slot] = set()  # a page of theirs was not saved, so they must not be sealed
+        self._saving: StepSave | None = None  # of this step, if its plan's node is still there
+        self._spoiled: set[Slot] = set()  # a page of each was not saved, so they must not be sealed
         self._epoch = 0  # the node's life that these are of
 
     def register(
@@ -111,11 +111,11 @@ class WorkerHalf:
         group_of: Mapping[str, int] | None = None,
         turning: Turning | TurnedPages | None = None,
     ) -> None:
-        """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order; `group_of`: the cache
-        group of each layer, the first by default; `turning`: how tokens are loaded at other positions, which is a
-        Turning for a CPU's cache and TurnedPages for a GPU's.
+        """Register the engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order. `group_of`: the
+        cache group of each layer, the first by default. `turning`: how tokens are loaded at other positions, a Turning
+        for a CPU's cache and TurnedPages for a GPU's.
 
-        :raises LayoutError: they are not what the layout says, or not all in one place.
+        :raises LayoutError: the tensors do not fit the layout, or are not all in one place.
         :raises GpuUnavailable: PDX cannot call the driver of their GPU.
         """
         layers: list[list[torch.Tensor]] = [[] for _ in self._groups]
@@ -123,8 +123,8 @@ class WorkerHalf:
         for name, tensor in kv_caches.items():
             group = group_of.get(name) if group_of is not None else 0
             if group is None:
-                continue  # it shares the KV of a layer before it
-            # Layers that share KV come with one address; but so do those of several groups, whose blocks are others.
+                continue  # it shares the KV of an earlier layer
+            # Layers that share KV have one address; but so do layers of several groups, which use different blocks.
             place = rows.setdefault((group, tensor.data_ptr()), (len(rows), group, len(layers[group])))
             self._layers[name] = place
             if place[2] == len(layers[group]):
@@ -142,8 +142,8 @@ class WorkerHalf:
         self.link.serve(self._copier.use)
 
     def unregister(self) -> None:
-        """The memory of the KV cache goes away, until `restore`. When this returns nothing is copied any more, and
-        nothing of the GPU is held. What is being saved is given up; loads that are not whole fail. Idempotent."""
+        """The memory of the KV cache goes away, until `restore`. When this returns, no copy is in flight and no GPU
+        memory is held. Saves in progress are given up; loads that are not whole fail. Idempotent."""
         self._loader.close()
         self._give_up()
         copier, self._copier = self._copier, None
@@ -152,7 +152,7 @@ class WorkerHalf:
             self.link.withdraw()
 
     def restore(self) -> None:
-        """It is back, where it was; what is in it is not. Idempotent."""
+        """The KV cache's memory is back at its old place, without its content. Idempotent."""
         if self._copier is None:
             has_node = self.link.is_attached
             self._serve()
@@ -199,7 +199,7 @@ class WorkerHalf:
     # ---- each step --------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """A step starts: let go of what is aborted, start its loads, find out where its saves go."""
+        """A step starts: drop what is aborted, start its loads, prepare its saves."""
         self._idle = not plan.num_scheduled_tokens
         self._step = plan.num_scheduled_tokens, time.monotonic_ns()
         self._number = plan.number
@@ -228,7 +228,7 @@ class WorkerHalf:
             self._saving = self._open(plan.saves, copier, connection, arena)
 
     def _miss(self, plan: StepPlan) -> None:
-        """The node is gone, or has promised these slots while its arena was not within reach yet: nothing is copied."""
+        """Copy nothing: the node is gone, or it promised these slots before this process could reach its arena."""
         self._fail(plan.loads)
         if not self._share.writes:
             return
@@ -267,17 +267,17 @@ class WorkerHalf:
         )
 
     def _spoil(self, lost: Sequence[PagesPlan], copier: PageCopier, connection: Connection) -> None:
-        """These are not saved: give the room of what they belong to back, behind the copies under way."""
+        """These pages are not saved: give back the room of their chunks, behind the copies in flight."""
         slots = self._lose(lost)
         if slots:
             copier.after_copies(partial(connection.tell, Abort(slots)))
 
     def _lose(self, lost: Sequence[PagesPlan]) -> list[Slot]:
-        """These are not saved, so what they belong to will never be whole: its slots."""
+        """These pages are not saved, so their chunks will never be whole. Returns the chunks' slots."""
         if not lost:
             return []
         for pages in lost:
-            if pages.completes:  # nothing more comes for it
+            if pages.completes:  # no more pages come for it
                 self._spoiled.difference_update(pages.slots_of(self._share))
             else:
                 self._spoiled.update(pages.slots_of(self._share))
@@ -286,7 +286,7 @@ class WorkerHalf:
         return [slot for pages in lost for slot in pages.slots_of(self._share)]
 
     def _give_up(self) -> None:
-        """If the last step was not finished, its forward pass failed, and nobody knows what its pages are."""
+        """Give up the last step if it was not finished: its forward pass failed, so its pages may hold anything."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.copier.end()  # gather no more, seal nothing
@@ -300,8 +300,8 @@ class WorkerHalf:
     def end_forward(self) -> None:
         """The forward pass is over: gather what no hook was called for, seal what is whole.
 
-        An engine may call this in a `finally`, as vLLM's first model runner does. While an exception is on its way, the
-        layers that no hook was called for were not computed, so the step is given up.
+        An engine may call this in a `finally`, as vLLM's first model runner does. While an exception propagates, layers
+        that no hook was called for were not computed, so the step is given up.
         """
         if sys.exc_info()[0] is not None:
             self._give_up()
@@ -315,16 +315,15 @@ class WorkerHalf:
             self._spoil(saving.pages, saving.copier, saving.connection)
 
     def _stepped(self, connection: Connection, tokens: int, start_ns: int) -> None:
-        """A step is computed, and what it saves is copied: the node weighs loads against that."""
+        """A step is computed and its saves are copied: update the pace, which the node weighs loads against."""
         self._pace.step(tokens, start_ns, time.monotonic_ns())
         connection.chunk_s = self._pace.chunk_s
 
     def finished_loads(self) -> tuple[set[str], set[int]]:
-        """Requests whose load is over since the last call, and the blocks that were not loaded.
+        """Requests whose load has ended since the last call, and the blocks that were not loaded.
 
-        In a step without tokens this waits a moment for a load under way: there is nothing else to do, and the
-        engine's idle loop would take the core from the load thread. A GPU's copies need no core, so that a new request
-        hardly waits there.
+        In a step without tokens this waits a moment for a load in flight: there is nothing else to do, and the engine's
+        idle loop would take the core from the load thread. A GPU's copies need no core: new requests hardly wait.
         """
         if self._idle and self._copier is not None:
             self._loader.wait(GPU_IDLE_WAIT_S if self._copier.is_asynchronous else IDLE_WAIT_S)
@@ -354,7 +353,7 @@ class WorkerHalf:
 
 
 def _heads(tensor: torch.Tensor, part: int, count: int, layout: KvLayout) -> torch.Tensor:
-    """Of pages [blocks, heads, tokens, content] those of the heads that one of the rank's `count` shards has."""
+    """Of pages [blocks, heads, tokens, content], the heads of one of the rank's `count` shards."""
     if count == 1:
         return tensor
     if tensor.dim() != 4 or tensor.shape[1] != layout.num_heads * count:
@@ -385,7 +384,7 @@ def _block_rows(tensor: torch.Tensor, num_blocks: int, page_bytes: int) -> torch
 
 
 def _populate(layers: Sequence[torch.Tensor]) -> None:
-    """The cache's memory comes at its first touch: have it now, or loads pay for it."""
+    """Fault in the cache's memory now, or the first loads would pay for it."""
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in layers}
     for address, tensor in storages.items():
         populate_in_background(address, tensor.untyped_storage().nbytes(), tensor)
@@ -402,7 +401,7 @@ def _arena_of(connection: Connection | None, epoch: int) -> Arena | None:
 
 
 def _gpu_of(streams: Streams | None) -> str:
-    """The UUID of the GPU that this process computes on; empty: on none that PDX can call.
+    """The UUID of the GPU that this process computes on; empty: none that PDX can call.
 
     An engine selects its GPU before it makes a worker half.
     """
