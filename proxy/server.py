@@ -391,8 +391,9 @@ def _tls(cert: str, key: str) -> ssl.SSLContext:
             check_private(os.fstat(file.fileno()), option, secret)
         context.load_cert_chain(cert, secret, password="")  # without a password, OpenSSL would prompt at the terminal
     except (OSError, ssl.SSLError) as error:
-        text = "a certificate and its private key without a password, in PEM"
-        raise ConfigError(f"--tls-cert {cert}, --tls-key {secret}: no {text}: {error.strerror or error}") from error
+        files, why = f"--tls-cert {cert or '(not given)'}, --tls-key {secret}", error.strerror or error
+        text = "these must be a certificate and its private key without a password, in PEM"
+        raise ConfigError(f"{files}: {text}: {why}") from error
     return context
 
 

@@ -129,7 +129,7 @@ def test_files_that_are_wrong(certificates, tmp_path):
     ca, cert, key = map(str, certificates)
     with pytest.raises(ConfigError, match="--tls-cert /nowhere, .* No such file"):
         server_tls("/nowhere", key)
-    with pytest.raises(ConfigError, match=f"--tls-key {key}"):
+    with pytest.raises(ConfigError, match=rf"--tls-cert \(not given\), --tls-key {key}: these must be"):
         server_tls("", key)
     with pytest.raises(ConfigError, match="KEY_VALUES_MISMATCH"):
         server_tls(ca, key)

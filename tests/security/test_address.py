@@ -47,6 +47,13 @@ def test_an_engine_has_one_identity_however_its_url_is_spelled(text, url):
     assert base_url(url) == url
 
 
+def test_what_is_no_url_of_an_engine_is_named_unless_a_password_is_in_it():
+    with pytest.raises(ConfigError, match="'localhost:8000'; write http://HOST:PORT"):
+        base_url("localhost:8000")
+    with pytest.raises(ConfigError, match="^not an engine's URL; write"):
+        base_url("http://user:secret@host:8000")
+
+
 def test_hosts_are_compared_as_they_are_written():
     assert url_host("http://10.0.0.1:8100") == address_host("tcp://10.0.0.1:7700")
     assert url_host("http://[::1]:8100") == address_host("tcp://[0::1]:7700")
