@@ -1,1 +1,1 @@
-"""Where nodes and proxies are, by what the cluster already has: Kubernetes' EndpointSlices, or etcd."""
+"""Finds nodes and proxies by what the cluster already has: Kubernetes' EndpointSlices, or etcd."""

@@ -1,9 +1,9 @@
 """Asks the cluster where nodes and proxies are, on a thread of its own, as long as its process runs.
 
-It says where, and never who: the roster has the names and keys, and whoever answers at an address has to prove the key.
-So a cluster that errs, or lies, costs connections at most. One that does not answer changes nothing: all stay where
-they were found last. What it says is bounded, and so is how fast it is heard: no flood takes the interpreter from the
-loop of the process.
+The cluster gives addresses, never identities: the roster has the names and keys, and the process at an address must
+prove the key. So a cluster that errs or lies costs connections at most, and one that does not answer changes nothing:
+the last addresses stay. Both the size of its answers and the rate at which they are read are bounded, so that no flood
+keeps the GIL from the process's loop.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from pdx.telemetry.faults import Faults, printable
 
 log = logging.getLogger(__name__)
 
-MAX_FOUND = 8192  # entries that are taken in; more is an error
+MAX_FOUND = 8192  # entries; more are an error
 ANSWER_S = 20.0  # for a whole answer
-WATCH_S = 120.0  # then all is asked for anew, whatever was heard meanwhile: a connection may be dead unseen
-FIRST_PAUSE_S = 1.0  # between two rounds, and twice as long after each that ended early …
+WATCH_S = 120.0  # until everything is listed anew in any case, because a connection may be dead unnoticed
+FIRST_PAUSE_S = 1.0  # between two rounds, doubled after each that ended early …
 MOST_PAUSE_S = 30.0  # … up to this
 CLOSE_S = 5.0
-_TELL_S = 0.2  # changes are told so often at most
+_TELL_S = 0.2  # shortest time between two updates of `found`
 _MAX_BYTES = 4 << 20  # of an answer
 _MAX_LINE_BYTES = 1 << 20
-_LINES_BYTES_S = 8 << 20  # read of changes in a second at most
-_LINE_S = 0.001  # and each takes so long at least
+_LINES_BYTES_S = 8 << 20  # of changes, read per second at most
+_LINE_S = 0.001  # the least time per line
 
 
 class Announced(msgspec.Struct, frozen=True):
-    """Who runs in this process, for a cluster that is told so by those who are there."""
+    """What runs in this process, for a cluster to which processes announce themselves."""
 
     kind: str  # nodes or proxies
     name: str
@@ -56,21 +56,21 @@ class Source(Protocol):
     is_assigned: bool  # see `Found`
 
     async def follow(self, own: Announced | None, changed: Callable[[], None]) -> None:
-        """Ask for everything once, and then for what changes, for `watch_s` or until something is wrong. `changed` is
-        called whenever `found` would say something else.
+        """List everything once, then watch for changes, for about WATCH_S or until an error. `changed` is called
+        whenever `found` may return something else.
 
-        :raises Exception: it does not answer, or makes no sense.
+        :raises Exception: the cluster does not answer, or its answer is invalid.
         """
 
     def found(self) -> Found:
-        """What is known by now."""
+        """The addresses known now."""
 
     async def leave(self) -> None:
-        """Say that who was announced ends. :raises Exception: as above."""
+        """Withdraw the announcement. :raises Exception: as above."""
 
 
 class Discovery(Closing):
-    """`found` may be read by any thread: it is replaced as a whole."""
+    """Keeps `found` up to date. Any thread may read it: it is replaced as a whole."""
 
     def __init__(self, source: Source, counters: Counter[str], *, pause_s: float = FIRST_PAUSE_S) -> None:
         self.found = Found()
@@ -81,7 +81,7 @@ class Discovery(Closing):
         self._thread: threading.Thread | None = None
 
     def start(self, kind: str = "", name: str = "", address: str = "") -> None:
-        """`kind`, nodes or proxies: who is to be found here; empty: nobody."""
+        """Start the thread. `kind`: nodes or proxies, as which to announce this process; empty: do not."""
         own = Announced(kind, name, address) if kind and address.startswith("tcp://") else None
         if kind and own is None:
             log.warning("%s is at %s, where nobody of another host finds it: name a tcp address", name, address)
@@ -92,10 +92,10 @@ class Discovery(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """Ends within CLOSE_S, whatever the cluster does."""
+        """Stop within CLOSE_S, whatever the cluster does."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself, with an error
+            with contextlib.suppress(RuntimeError):  # the loop has ended by an error
                 self._loop.call_soon_threadsafe(self._task.cancel)
             thread.join(CLOSE_S)
 
@@ -105,7 +105,7 @@ class Discovery(Closing):
         try:
             with contextlib.suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._task)
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())  # looks names up
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())  # which looks up names
         finally:
             self._loop.close()
 
@@ -116,15 +116,15 @@ class Discovery(Closing):
                 began = self._loop.time()
                 try:
                     await self._source.follow(own, self._changed)
-                except Exception as error:  # noqa: BLE001 - whatever it is, all stay where they are
-                    if self._task.cancelling():  # several tasks that were ended may say what they failed of meanwhile
+                except Exception as error:  # noqa: BLE001 - whatever it is, the last addresses stay
+                    if self._task.cancelling():  # cancelled tasks may still raise errors of their own
                         return
                     self._counters["discovery_failures"] += 1
-                    if pause_s > self._pause_s:  # not the first one: connections may end
+                    if pause_s > self._pause_s:  # not for the first one, as connections may end
                         self._faults.warn("discovery", f"{self._source} is asked again: {_told(error)}")
                 lasted_s = self._loop.time() - began
                 pause_s = min(2 * pause_s, MOST_PAUSE_S) if lasted_s < WATCH_S / 2 else self._pause_s
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # not all hosts at once
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # so that hosts do not ask all at once
         finally:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(CLOSE_S / 2):
@@ -140,14 +140,14 @@ class Discovery(Closing):
 
 
 def _told(error: BaseException) -> str:
-    """What is wrong, of several things the first."""
+    """The text of an error, of the first one in a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return printable(str(error) or type(error).__name__)
 
 
 def discovery(where: str, counters: Counter[str], *, has_keys: bool) -> Discovery:
-    """What `--discover` names. :raises ConfigError: it is nothing that there is, or there are no keys."""
+    """The discovery that `--discover` names. :raises ConfigError: it names no kind of cluster, or there are no keys."""
     from pdx.discovery import etcd, kubernetes
 
     kind, _, rest = where.partition(":")
@@ -164,9 +164,9 @@ def discovery(where: str, counters: Counter[str], *, has_keys: bool) -> Discover
 
 @contextlib.asynccontextmanager
 async def session(tls: ssl.SSLContext | bool = True, **more: Any) -> AsyncIterator[aiohttp.ClientSession]:
-    """For one round: files with certificates and tokens are read anew for the next one. What the environment says of
-    proxies does not count, and nothing unfolds. All connections are closed behind it: one that is closed by itself
-    waits for TLS's goodbye."""
+    """An HTTP session for one round, so that the next one reads files with certificates and tokens anew. It ignores
+    proxies in the environment and decompresses nothing. At the end all its connections are shut down, because aiohttp
+    would wait for the goodbye of TLS."""
     opened: list[socket.socket] = []
 
     def opening(info: Any) -> socket.socket:
@@ -184,7 +184,7 @@ async def session(tls: ssl.SSLContext | bool = True, **more: Any) -> AsyncIterat
         for each in opened:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-        for _ in range(1000):  # a few turns, mostly
+        for _ in range(1000):  # usually a few turns are enough
             if all(each.fileno() < 0 for each in opened):
                 break
             await asyncio.sleep(0.001)
@@ -194,8 +194,8 @@ async def session(tls: ssl.SSLContext | bool = True, **more: Any) -> AsyncIterat
 async def asked(
     http: aiohttp.ClientSession, method: str, url: str, limit_s: float, **more: Any
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """What one request is answered within this time; it is sent nowhere else, whatever the answer says. After an
-    exception the session is over.
+    """The response to one request, within this time; redirects are not followed. After an exception the session is
+    closed.
 
     :raises TimeoutError: the time is over.
     """
@@ -203,12 +203,12 @@ async def asked(
         try:
             yield response
         except BaseException:
-            await http.close()  # what is left of the answer is not waited for
+            await http.close()  # do not wait for the rest of the answer
             raise
 
 
 async def answer(response: aiohttp.ClientResponse) -> bytes:
-    """All of it. :raises ProtocolError: it says no, or is too long."""
+    """The whole body. :raises ProtocolError: the status is not 200, or the body is too long."""
     told = bytearray()
     async for piece in response.content.iter_any():
         told += piece
@@ -220,9 +220,9 @@ async def answer(response: aiohttp.ClientResponse) -> bytes:
 
 
 async def lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The lines of an answer that goes on, no faster than they may be heard.
+    """The lines of a streaming response, at a bounded rate.
 
-    :raises ProtocolError: it says no, or a line is too long.
+    :raises ProtocolError: the status is not 200, or a line is too long.
     """
     if response.status != 200:
         await answer(response)

@@ -1,7 +1,7 @@
 """etcd 3.4 and later, by its JSON gateway: PREFIX/nodes/NAME and PREFIX/proxies/NAME are addresses.
 
-Who is to be found writes its own, with a lease, so that it goes when its process does. Certificates and users are named
-by the environment variables of `etcdctl`.
+Each process writes its own address with a lease, so that it goes when the process does. The environment variables of
+`etcdctl` name certificates and the user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdx.discovery.discovery import ANSWER_S, MAX_FOUND, WATCH_S, Announced, ans
 from pdx.errors import ConfigError, ProtocolError
 from pdx.security.roster import Found
 
-LEASE_S = 15  # a process that is gone is found for so long at most
+LEASE_S = 15  # how long, at most, a process that is gone is still found
 _PARTS = ("nodes", "proxies")
 _MAX_CHARS = 256  # of a name, and of an address
 
@@ -61,7 +61,7 @@ class _Watched(msgspec.Struct):
 
 class _Lease(msgspec.Struct):
     number: str = msgspec.field(name="ID", default="")
-    left_s: str = msgspec.field(name="TTL", default="0")  # 0: it is over
+    left_s: str = msgspec.field(name="TTL", default="0")  # 0: it has expired
 
 
 class _Kept(msgspec.Struct):
@@ -76,21 +76,21 @@ _watched = msgspec.json.Decoder(_Watched)
 
 
 class Etcd:
-    """See the module. All but the constructor belong to one event loop."""
+    """An etcd cluster as a source. All but the constructor belongs to one event loop."""
 
     is_assigned = False
 
     def __init__(self, urls: list[str], prefix: str) -> None:
-        """`urls`: of the members, asked in turn when one does not answer. `prefix`: begins with /."""
+        """`urls`: of the members; the next is asked if one does not answer. `prefix`: begins with /."""
         self._urls = urls
         self._prefix = prefix
         self._entries: dict[tuple[str, str], str] = {}  # addresses by part and name
-        self._own: Announced | None = None  # that is written
+        self._own: Announced | None = None  # as written to etcd
         self._lease = ""
 
     @classmethod
     def named(cls, name: str) -> Etcd:
-        """`name`: http(s)://HOST:PORT[,HOST:PORT…]/PREFIX. :raises ConfigError: it is none."""
+        """`name`: http(s)://HOST:PORT[,HOST:PORT…]/PREFIX. :raises ConfigError: it has another form."""
         try:
             parts = urlsplit(name)
             hosts = [urlsplit(f"{parts.scheme}://{each}") for each in parts.netloc.split(",")]
@@ -105,7 +105,7 @@ class Etcd:
     def __str__(self) -> str:
         return f"etcd at {self._urls[0]}"
 
-    # ---- what is asked ----------------------------------------------------------------------
+    # ---- reading ----------------------------------------------------------------------------
 
     async def follow(self, own: Announced | None, changed: Callable[[], None]) -> None:
         """See `Source`."""
@@ -149,7 +149,7 @@ class Etcd:
             async with asked(http, "POST", "/v3/watch", watch_s, json=ask) as told:
                 async for line in lines(told):
                     said = _watched.decode(line).result
-                    if said is None or said.canceled:  # above all: what changed since is not kept any more
+                    if said is None or said.canceled:  # mostly because etcd has compacted the changes since then
                         raise ProtocolError(line[:200].decode(errors="replace"))
                     for event in said.events:
                         if event.type == "DELETE":
@@ -176,17 +176,17 @@ class Etcd:
         nodes, proxies = ({n: at for (p, n), at in self._entries.items() if p == part} for part in _PARTS)
         return Found(nodes, proxies, self.is_assigned)
 
-    # ---- what is said -----------------------------------------------------------------------
+    # ---- writing ----------------------------------------------------------------------------
 
     async def _stay(self, http: aiohttp.ClientSession, own: Announced) -> None:
-        """Keep what is written there as long as this goes on."""
+        """Write the own entry and keep it alive until cancelled."""
         while True:
             kept = await _call(http, "lease/keepalive", {"ID": self._lease}, _Kept) if self._lease else None
             if kept is None or kept.result.left_s == "0":
                 lease = (await _call(http, "lease/grant", {"TTL": LEASE_S}, _Lease)).number
                 await self._write(http, own, lease)
-                self._lease = lease  # before, an older entry of this name would be taken for this one
-            elif (own.kind, own.name) not in self._entries:  # somebody removed it, or a second one of this name ended
+                self._lease = lease  # only now: else an older entry of this name would be taken for this one
+            elif (own.kind, own.name) not in self._entries:  # it was removed, or another process of this name ended
                 await self._write(http, own, self._lease)
             await asyncio.sleep(LEASE_S / 3)
 

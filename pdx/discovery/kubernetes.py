@@ -1,8 +1,8 @@
 """Kubernetes: the EndpointSlices of a service, whose ports `node` and `control` are those of nodes and proxies.
 
-A node is named as its pod or as its host, a proxy as its pod. The pod's service account may get, list and watch
-EndpointSlices; nothing is written. Its token and the certificate of the API are files that are renewed while the pod
-runs, so each round reads them again.
+A node has the name of its pod or of its host, a proxy that of its pod. The pod's service account must be allowed to
+get, list and watch EndpointSlices; nothing is written. Its token and the API's certificate are files that are renewed
+while the pod runs, so each round reads them again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Event(msgspec.Struct):
 
 
 class _End(NamedTuple):
-    """What is kept of an endpoint, once for each of its names."""
+    """One name of an endpoint, with its address."""
 
     part: str  # of `Found`
     name: str
@@ -83,22 +83,22 @@ _slice = msgspec.json.Decoder(_Slice)
 
 
 class Kubernetes:
-    """See the module. All but the constructor belong to one event loop."""
+    """A service's EndpointSlices as a source. All but the constructor belongs to one event loop."""
 
     is_assigned = True
 
     def __init__(self, service: str, namespace: str, *, api: str, account: Path) -> None:
-        """`namespace`: empty: the pod's. `api`: its URL. `account`: the folder with the service account's files."""
+        """`namespace`: empty for the pod's. `api`: its URL. `account`: the folder with the service account's files."""
         self._service = service
         self._namespace = namespace
         self._api = api
         self._account = account
         self._slices: dict[tuple[str, str], list[_End]] = {}  # by kind of address and name
-        self._count = 0  # of them, and of what is in them
+        self._count = 0  # of slices and names
 
     @classmethod
     def named(cls, name: str) -> Kubernetes:
-        """`name`: SERVICE[.NAMESPACE]. :raises ConfigError: it is none, or this is not a pod."""
+        """`name`: SERVICE[.NAMESPACE]. :raises ConfigError: it has another form, or this is not a pod."""
         match = _NAME.fullmatch(name)
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{each}", "") for each in ("HOST", "PORT"))
         if match is None:
@@ -138,7 +138,7 @@ class Kubernetes:
                     changed()
 
     def _heed(self, event: _Event) -> None:
-        if event.type not in ("ADDED", "MODIFIED", "DELETED"):  # above all 410: what changed since is forgotten
+        if event.type not in ("ADDED", "MODIFIED", "DELETED"):  # mostly 410: the changes since then are not kept
             raise ProtocolError(f"{event.type:.20}: {bytes(event.object)[:200].decode(errors='replace')}")
         said = _slice.decode(event.object)
         if event.type == "DELETED":
@@ -158,7 +158,7 @@ class Kubernetes:
         self._count -= 1 + len(ends) if ends is not None else 0
 
     def found(self) -> Found:
-        """See `Source`. Where a pod has addresses of both kinds, the one of IPv4."""
+        """See `Source`. If a pod has addresses of both kinds, the IPv4 one is taken."""
         found: dict[str, dict[str, str]] = {part: {} for part in _PORTS.values()}
         for _, ends in sorted(self._slices.items()):
             for end in ends:
@@ -166,11 +166,11 @@ class Kubernetes:
         return Found(**found, is_assigned=self.is_assigned)
 
     async def leave(self) -> None:
-        """Kubernetes knows by itself."""
+        """No-op: Kubernetes notices by itself."""
 
 
 def _ends(said: _Slice) -> Iterator[_End]:
-    # Of each name one port: a slice has many endpoints, and may have many ports.
+    # Only one port per name: a slice has many endpoints, and may have many ports.
     for port in {port.name: port for port in said.ports or ()}.values():
         part = _PORTS.get(port.name or "")
         for each in said.endpoints or () if part else ():

@@ -1,1 +1,1 @@
-"""Who may connect, and at which addresses."""
+"""Addresses, keys and sockets: which processes may connect, and where."""

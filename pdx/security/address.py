@@ -1,8 +1,8 @@
-"""Addresses of nodes and proxies: which may be listened on, which may be dialled, and by whom; and engines' URLs.
+"""Addresses of nodes and proxies: which may be listened on or dialled, and which need keys; and engines' URLs.
 
     ipc:///absolute/path        this user alone
     tcp://127.0.0.1:7700        this host; also tcp://[::1]:7700
-    tcp://10.0.0.1:7700         anybody, so with CURVE keys only
+    tcp://10.0.0.1:7700         any host, so with CURVE keys only
     http://10.0.0.1:8100        an engine
 
 An address of all interfaces is never listened on. Between a node and its proxy every tcp address needs keys.
@@ -28,10 +28,11 @@ _PLAIN_PORTS = {"http": 80, "https": 443}
 
 
 def check_address(address: str, *, has_keys: bool, listens: bool = False, is_control: bool = False) -> None:
-    """Whether this may be dialled; or, where somebody `listens`, be listened on: port 0 is any free one there.
+    """Check that an address may be dialled or, with `listens`, be listened on, where port 0 is any free one.
 
-    `is_control`: a node and its proxy meet there. Whoever reports an engine to a proxy gets its clients' prompts. A
-    Unix socket is its user's alone, but loopback is open to every user of the host, so every tcp address needs keys.
+    `is_control`: it is between a node and its proxy. A process that reports an engine to a proxy gets its clients'
+    prompts, and loopback is open to every user of the host, so every tcp address needs keys; a Unix socket is its
+    user's alone.
 
     :raises ConfigError: not an address, one of all interfaces, or one that needs keys.
     """
@@ -55,11 +56,11 @@ def check_address(address: str, *, has_keys: bool, listens: bool = False, is_con
         )
 
 
-@functools.lru_cache(4096)  # nodes say the same ones every second
+@functools.lru_cache(4096)  # nodes report the same ones every second
 def base_url(text: str) -> str:
     """The URL at which an engine serves, in the one spelling that is its identity.
 
-    :raises ConfigError: not a plain http(s) base URL; credentials in it would end up in logs and metrics.
+    :raises ConfigError: it is not a plain http(s) base URL; credentials in it would end up in logs and metrics.
     """
     try:
         parts = urlsplit(text.rstrip("/"))
@@ -85,10 +86,10 @@ def address_host(address: str) -> str:
     return "localhost" if address.startswith("ipc://") else spelled(str(_endpoint(address)[0]))
 
 
-@functools.lru_cache(1 << 14)  # more than a cluster says at a time: it says the same ones again and again
+@functools.lru_cache(1 << 14)  # more than a cluster lists, which it does again and again
 def is_found_address(address: str) -> bool:
-    """Whether who proves a key may be dialled there, where others than the roster say so: no names, which would have to
-    be looked up."""
+    """Whether an address that comes not from the roster may be dialled, if a key is proved there: only IP addresses, as
+    names would have to be looked up."""
     try:
         host, port = _endpoint(address)
     except ConfigError:
@@ -97,7 +98,7 @@ def is_found_address(address: str) -> bool:
 
 
 def check_hosts(hosts: Iterable[str]) -> None:
-    """:raises ConfigError: one of them is meant to be a network, and is none."""
+    """:raises ConfigError: one of them has the form of a network, but is not one."""
     for each in hosts:
         if "/" in each:
             try:
@@ -107,25 +108,25 @@ def check_hosts(hosts: Iterable[str]) -> None:
 
 
 def is_among(host: str, hosts: Iterable[str]) -> bool:
-    """Whether a host, spelled so, is one of these hosts, or is in one of these networks."""
+    """Whether a host, as `spelled`, is one of these hosts or in one of these networks."""
     ip = _ip(host)
     return any(ip is not None and ip in ip_network(each) if "/" in each else host == spelled(each) for each in hosts)
 
 
 def is_ip(host: str) -> bool:
-    """Whether a host is no name, which could be made to lead elsewhere."""
+    """Whether a host is an IP address, and not a name, which could be made to lead elsewhere."""
     return _ip(host) is not None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, spelled so, means the host on which it is read."""
+    """Whether a host, as `spelled`, means this host."""
     ip = _ip(host)
     return ip.is_loopback if ip is not None else host == "localhost"
 
 
 def worker_address(address: str, number: int) -> str:
-    """Where worker `number` of a proxy listens whose worker 0 is at `address`: at the socket of that name with the
-    number behind it, or so many ports on. An address may also be HOST:PORT, or the path of a socket."""
+    """The address of worker `number` of a proxy whose worker 0 is at `address`: the socket's name plus `.number`, or
+    the port plus `number`. An address may also be HOST:PORT, or the path of a socket."""
     if not number or not address:
         return address
     host, _, port = address.rpartition(":")
@@ -141,7 +142,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def reachable_url(url: str, address: str) -> str:
-    """`url`, with the host of a node's `address` in place of one that means all interfaces; else as it is."""
+    """`url`, with the host of a node's `address` in place of a host that means all interfaces."""
     try:
         plain = base_url(url)
     except ConfigError:
@@ -151,7 +152,7 @@ def reachable_url(url: str, address: str) -> str:
 
 
 def bracketed(host: str) -> str:
-    """A host as it is written in a URL."""
+    """A host as written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -169,19 +170,19 @@ def _ip(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def data_host(address: str) -> str:
-    """Where data channels of a node that listens at this address listen, too: the same interface, never another."""
+    """The host on which a node that listens at this address opens its data channels: the same interface, no other."""
     return "127.0.0.1" if address.startswith("ipc://") else str(_endpoint(address)[0])
 
 
 def tcp_endpoint(address: str) -> tuple[str, int]:
-    """The host and the port of a tcp address. :raises ConfigError: it is none."""
+    """The host and the port of a tcp address. :raises ConfigError: it is not one."""
     host, port = _endpoint(address)
     return str(host), port
 
 
 def by_name(address: str, bound: str) -> bool:
-    """Whether an address names the host of `bound`, an address that is listened at, rather than its IP address. The
-    name is not looked up."""
+    """Whether an address may be that of `bound`, a bound address, with a host name in place of the IP address. The name
+    is not looked up."""
     if "ipc:" in (address[:4], bound[:4]):
         return False
     (host, port), (_, bound_port) = _endpoint(address), _endpoint(bound)
@@ -189,7 +190,7 @@ def by_name(address: str, bound: str) -> bool:
 
 
 def needs_ipv6(address: str) -> bool:
-    """Whether ZMQ has to be told to use IPv6 for it."""
+    """Whether ZMQ must be told to use IPv6 for it."""
     return address.startswith("tcp://[")
 
 

@@ -1,6 +1,6 @@
-"""CURVE key pairs: made, kept in files, and set on sockets. Who may come in with which key is the roster's business.
+"""CURVE key pairs: made, kept in files, and set on sockets. The roster decides which keys are admitted.
 
-Files have the form of ZMQ certificates: NAME.key_secret, which nobody else may read, and NAME.key, to be passed on.
+Files have the form of ZMQ certificates: NAME.key_secret, which no other user may read, and NAME.key, to be passed on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SECRET = re.compile(r'^\s*secret-key\s*=\s*"([^"\n]*)"\s*$', re.MULTILINE)
 
 
 class KeyPair(msgspec.Struct, frozen=True):
-    """A public key to be told and a secret one to be kept, both as Z85 text. `repr` does not show the secret."""
+    """A public and a secret key, both as Z85 text. `repr` does not show the secret."""
 
     public: str
     secret: str
@@ -33,19 +33,19 @@ class KeyPair(msgspec.Struct, frozen=True):
         return f"<KeyPair {self.public}>"
 
     def show(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it binds or connects: let a socket prove this key."""
+        """Have a socket prove this key; call it before the socket binds or connects."""
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public.encode("ascii"))
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode("ascii"))
 
     @classmethod
     def make(cls) -> KeyPair:
-        """A new one."""
+        """Make a new pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode("ascii"), secret.decode("ascii"))
 
     @classmethod
     def load(cls, path: str | Path) -> KeyPair:
-        """The one in a secret key file.
+        """Load a pair from a secret key file.
 
         :raises ConfigError: it cannot be read, others may read it, or there is no key in it.
         """
@@ -58,9 +58,9 @@ class KeyPair(msgspec.Struct, frozen=True):
         return cls(zmq.curve_public(match[1].encode()).decode("ascii"), match[1])
 
     def save(self, folder: Path, name: str, *, force: bool = False) -> tuple[Path, Path]:
-        """Write NAME.key_secret and NAME.key into `folder`, which is made with mode 0700; both paths.
+        """Write NAME.key_secret and NAME.key into `folder`, which is made with mode 0700; return both paths.
 
-        :raises ConfigError: one of them exists, and not `force`; or they cannot be written.
+        :raises ConfigError: one of them exists and `force` is not set, or they cannot be written.
         """
         secret, public = folder / f"{name}.key_secret", folder / f"{name}.key"
         taken = [str(path) for path in (secret, public) if os.path.lexists(path)]
@@ -80,7 +80,7 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 def check_key(key: str, where: str) -> None:
-    """:raises ConfigError: not a Z85 key; `where` it was found is in the message, the key is not."""
+    """:raises ConfigError: not a Z85 key; the message says `where` it was found, but not the key."""
     try:
         is_key = len(key) == KEY_CHARS and len(z85.decode(key.encode("ascii"))) == 32
     except (KeyError, UnicodeEncodeError, struct.error):
@@ -90,7 +90,7 @@ def check_key(key: str, where: str) -> None:
 
 
 def secure_client(socket: zmq.Socket[bytes], *, own: KeyPair | None, server_key: str | None) -> None:
-    """Before it connects: prove `own` to a server that proves `server_key`. Neither is given: nothing is done.
+    """Have a socket prove `own` to a server that proves `server_key`; call it before it connects. No-op with neither.
 
     :raises ConfigError: one is given without the other.
     """
@@ -105,7 +105,7 @@ def secure_client(socket: zmq.Socket[bytes], *, own: KeyPair | None, server_key:
 
 
 def _write_new(path: Path, text: str, mode: int) -> None:
-    """Replace a file by one that never had a wider mode."""
+    """Replace a file by one that never had a wider mode than this."""
     fd, fresh = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     try:
         with os.fdopen(fd, "w") as file:

@@ -1,4 +1,4 @@
-"""Who may come in at the sockets of a ZMQ context that are behind CURVE keys: the answers to ZMQ's ZAP questions."""
+"""Admission by CURVE keys at the sockets of a ZMQ context: answers ZMQ's ZAP questions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pdx.security.tcp_filter import TcpFilter
 
 log = logging.getLogger(__name__)
 
-_ZAP = "inproc://zeromq.zap.01"  # ZMQ asks there
+_ZAP = "inproc://zeromq.zap.01"  # where ZMQ asks
 _DOMAIN = b"pdx"  # of ZAP
 _BURST = 64  # questions answered at a time
-_MAX_WARNED = 1024  # keys; more are counted only
+_MAX_WARNED = 1024  # keys; further ones are only counted
 
 
 class Gate:
-    """One to a context, because ZMQ asks at one place in it. Open from construction to `close`; one thread.
+    """The ZAP handler of a context, one per context. Open from construction to `close`; not thread-safe.
 
-    A key that is admitted comes with every message as its User-Id.
+    Every message has its sender's admitted key as its User-Id.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Gate:
         counters: Counter[str],
         filters: Sequence[TcpFilter],
     ) -> None:
-        """`own` is what the sockets prove. `admits`: public keys that may come in. Refusals are counted as
-        `peers_denied`. `filters`: the ports in front of them, which know who has just come."""
+        """`own`: the key that the sockets prove. `admits`: public keys to admit. Refusals are counted as
+        `peers_denied`. `filters`: the ports in front of the sockets, which know the addresses of new connections."""
         self._own = own
         self._admits = admits
         self._counters = counters
@@ -48,18 +48,18 @@ class Gate:
         self.socket.bind(_ZAP)
 
     def prove(self, own: KeyPair) -> None:
-        """Another key than before, at sockets that are guarded and bound from now on."""
+        """Prove another key from now on, at sockets that are guarded and bound later."""
         self._own = own
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it binds: whoever connects to this socket has to have a key that is admitted."""
+        """Require an admitted key of every connection to this socket; call it before the socket binds."""
         self._own.show(socket)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def answer(self) -> None:
-        """Let in, or not, who waits."""
+        """Answer waiting questions."""
         with contextlib.suppress(zmq.Again):
             for _ in range(_BURST):
                 question = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -79,7 +79,7 @@ class Gate:
             newcomers = sorted({each for port in self._filters for each in port.newcomers()})
             where = " or ".join(newcomers[:4]) or address.decode("ascii", "replace")
             log.warning("%s at %s is not in the roster and was not let in", who, where)
-        # 300: for now. After 400 ZMQ would never try again, though tomorrow the roster may have that key.
+        # 300 is temporary: after 400 ZMQ would never try again, though the roster may get that key later.
         return [version, request, b"300", b"not in the roster", b"", b""]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""This node's own key, which may be exchanged while it runs."""
+"""This node's own key, which may be replaced while it runs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ log = logging.getLogger(__name__)
 
 
 class OwnKey:
-    """One thread."""
+    """The key file of this node. Not thread-safe."""
 
     def __init__(self, path: str, counters: Counter[str]) -> None:
         """`path`: of the secret key file; empty: this node has no key. :raises ConfigError: see `KeyPair.load`."""
         self._file: Reread[KeyPair] | None = None
         if path:
             self._file = Reread(partial(KeyPair.load, path), path, what="the node's key", counters=counters)
-        self._refused = ""  # the new key that was said not to be used yet
+        self._refused = ""  # the new key about which a warning was logged
 
     @property
     def in_file(self) -> KeyPair | None:
-        """As it was read last."""
+        """The key pair as last read."""
         return self._file.value if self._file is not None else None
 
     def after(self, own: KeyPair | None, roster: Roster, name: str, address: str) -> KeyPair | None:
-        """The key to be proved from now on by a node that proves `own`. Another one only when the roster has it, too:
-        the node would shut itself out."""
+        """The key to prove from now on instead of `own`: a new one in the file, but only once the roster has it, too,
+        or the node would shut itself out."""
         if self._file is not None:
             self._file.refresh()
         fresh = self.in_file

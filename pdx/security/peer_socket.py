@@ -1,8 +1,7 @@
 """The socket that peers dial: bound at one address, this user's alone or behind CURVE keys. It never blocks.
 
-With keys it answers ZMQ's ZAP questions, who may connect. A key that is admitted comes with every message as its
-User-Id, so whoever reads a message asks the roster anew whose key that is, and a key that was taken from the roster is
-worth nothing from then on.
+With keys it answers ZMQ's ZAP questions. Every message has its sender's admitted key as its User-Id, so that the reader
+looks up the owner in the roster each time, and a key that is removed from the roster is void from then on.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from pdx.wire.messages import MAX_FRAME_BYTES
 from pdx.wire.proxy import PeerEntry
 
 GONE = "its connection is gone"
-_RECONNECT_MS = 1000  # at most, between ZMQ's attempts to reach a peer that is dialled
+_RECONNECT_MS = 1000  # at most, between ZMQ's attempts to reach a dialled peer
 HIGH_WATER = 1024  # messages a peer may leave unread
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One frame that came in; `key` is what its sender was let in with, empty without CURVE."""
+    """One incoming frame; `key`: with which its sender was admitted, empty without CURVE."""
 
     route: bytes
     frame: bytes
@@ -41,7 +40,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class PeerSocket:
-    """A bound ROUTER, with keys one to a context. Open from construction to `close`. All calls on one thread."""
+    """A bound ROUTER, with keys only one per context. Open from construction to `close`. Not thread-safe."""
 
     def __init__(
         self,
@@ -54,10 +53,10 @@ class PeerSocket:
         taken: PdxError,
         counters: Counter[str],
     ) -> None:
-        """`admits`: public keys that may come in; asked only if there are keys. Refusals are counted as
-        `peers_denied`. `taken`: raised if another process owns the path of a Unix socket.
+        """`admits`: public keys to admit, if there are keys. Refusals are counted as `peers_denied`. `taken`: raised if
+        another process owns the path of a Unix socket.
 
-        :raises ConfigError: the address cannot be had.
+        :raises ConfigError: the address cannot be bound.
         """
         self._counters = counters
         with contextlib.ExitStack() as undo:
@@ -80,12 +79,12 @@ class PeerSocket:
                 undo.callback(self._gate.close)
             self.router = undo.enter_context(context.socket(zmq.ROUTER))
             limit(self.router, timeout_s)
-            self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a peer is gone, or does not read
+            self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # so that `send` fails if a peer is gone or does not read
             if self._gate is not None:
                 self._gate.guard(self.router)
             self._queue: AcceptQueue | None = None
             if listen.startswith("ipc://"):
-                for user in (os.getuid(), 0):  # by the kernel's word, whatever the folder's mode has become
+                for user in (os.getuid(), 0):  # checked by the kernel, whatever the folder's mode has become
                     self.router.setsockopt(zmq.IPC_FILTER_UID, user)
                 self._queue = undo.enter_context(self._queue_at(listen))
             elif self._filter is not None:
@@ -97,12 +96,12 @@ class PeerSocket:
             self._undo = undo.pop_all()
 
     def prove(self, own: KeyPair, poller: zmq.Poller) -> None:
-        """Another key than before, to who connects from now on. `poller` has `sources`.
+        """Prove another key to new connections from now on. `poller` has `sources`.
 
-        :raises ConfigError: the address cannot be had anew, say for want of a descriptor; to be called again.
+        :raises ConfigError: the address cannot be bound anew, e.g. for lack of a descriptor; call it again.
         """
         assert self._gate is not None, "there are no keys"
-        if descriptors.left() < descriptors.reserve() // 4:  # else each try would keep some, or end the process
+        if descriptors.left() < descriptors.reserve() // 4:  # else each try would use up some, or end the process
             raise ConfigError("too few file descriptors are left (ulimit -n)")
         self._gate.prove(own)
         self._gate.guard(self.router)
@@ -124,45 +123,45 @@ class PeerSocket:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Those to be polled, while it is open."""
+        """The sockets to poll, while it is open."""
         both = (self.router, self._gate.socket if self._gate is not None else None)
         return [socket for socket in both if socket is not None and not socket.closed]
 
     @property
     def sources(self) -> list[zmq.Socket[bytes] | int]:
-        """Those, and `fd`."""
+        """`sockets`, and `fd`."""
         return [*self.sockets, self.fd] if self.sockets and self.fd >= 0 else [*self.sockets]
 
     @property
     def is_waited_for(self) -> bool:
-        """Something came that was not taken yet."""
+        """Whether a message has come that was not received yet."""
         return any(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN for socket in self.sockets)
 
     @property
     def fd(self) -> int:
-        """To be polled, too: who connects waits for `heed`. -1: nobody ever does."""
+        """The descriptor to poll, too: connections wait there for `heed`. -1: there is none."""
         return self._queue.fd if self._queue is not None else -1
 
     def heed(self) -> bool:
         return self._queue is not None and self._queue.heed()
 
     def answer_zap(self, socket: object) -> bool:
-        """Let in, or not, who waits before the keys; False: this is not the socket at which ZMQ asks."""
+        """Answer ZMQ's waiting ZAP questions; False: `socket` is not the one at which ZMQ asks."""
         if self._gate is None or socket is not self._gate.socket:
             return False
         self._gate.answer()
         return True
 
     def receive(self) -> Arrival | None:
-        """What came next, None if nothing did. :raises ProtocolError: it is not one frame."""
+        """The next message; None: there is none. :raises ProtocolError: it is not one frame."""
         return receive(self.router, routed=True, keyed=self._gate is not None)
 
     def post(self, route: bytes, frame: bytes) -> str:
-        """Send without waiting; what was wrong, empty if nothing."""
+        """Send without waiting; return why that failed, empty if it did not."""
         return post(self.router, route, frame)
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Stop listening; what was posted has `linger_ms` to leave, while the context ends. Idempotent."""
+        """Stop listening; posted messages have `linger_ms` to leave while the context ends. Idempotent."""
         if not self.router.closed:
             self.router.setsockopt(zmq.LINGER, linger_ms)
         self._undo.close()
@@ -171,9 +170,9 @@ class PeerSocket:
 def dialled(
     context: zmq.Context[zmq.Socket[bytes]], peer: PeerEntry, own: KeyPair | None, timeout_s: float
 ) -> zmq.Socket[bytes]:
-    """A socket that is connected to this peer, or will be.
+    """A socket that connects to this peer.
 
-    :raises ConfigError: the peer has a key and this node has none, or the other way round, or its address is none.
+    :raises ConfigError: the peer has a key and this node has none, or the other way round, or its address is invalid.
     """
     try:
         with contextlib.ExitStack() as undo:
@@ -190,7 +189,7 @@ def dialled(
 
 
 def post(socket: zmq.Socket[bytes], route: bytes, frame: bytes) -> str:
-    """Send without waiting, with a route by a ROUTER; what was wrong, empty if nothing."""
+    """Send without waiting, with a route by a ROUTER; return why that failed, empty if it did not."""
     try:
         socket.send_multipart([route, frame] if route else [frame], zmq.NOBLOCK)
     except zmq.Again:
@@ -203,7 +202,7 @@ def post(socket: zmq.Socket[bytes], route: bytes, frame: bytes) -> str:
 
 
 def receive(socket: zmq.Socket[bytes], *, routed: bool = False, keyed: bool = False) -> Arrival | None:
-    """What came next, None if nothing did. `routed`: to a ROUTER; `keyed`: from behind a `Gate`.
+    """The next message; None: there is none. `routed`: at a ROUTER; `keyed`: behind a `Gate`.
 
     :raises ProtocolError: it is not one frame.
     """
@@ -218,7 +217,7 @@ def receive(socket: zmq.Socket[bytes], *, routed: bool = False, keyed: bool = Fa
 
 
 def limit(socket: zmq.Socket[bytes], timeout_s: float) -> None:
-    """Bounds of every socket between nodes: what waits unread, how long a message and a handshake may be."""
+    """Set the limits of every socket between nodes: unread messages, size of a message, duration of a handshake."""
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.SNDHWM, HIGH_WATER),

@@ -1,4 +1,4 @@
-"""What stands in files that may change while a process runs, and is taken over without a restart."""
+"""Contents of files that may change while a process runs, and are taken over without a restart."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-SETTLE_S = 0.2  # a file that was changed later is being written yet, maybe: one that is cut short may make sense, too
+SETTLE_S = 0.2  # a file changed less long ago may still be being written, and a truncated one may be valid, too
 
 
 def stamp(*paths: str) -> tuple[int, ...]:
-    """Which is another one when a file was changed, exchanged, or given other rights."""
+    """A value that changes when a file is modified, replaced, or given another mode or owner."""
     found: list[int] = []
     for path in paths:
         try:
@@ -32,10 +32,10 @@ def stamp(*paths: str) -> tuple[int, ...]:
 
 
 class Reread(Generic[T]):
-    """What was last read whole is the `value`: files that are wrong, or gone, change nothing, and the log says so."""
+    """The last valid contents of files, as `value`: files that are invalid or gone change nothing, and are logged."""
 
     def __init__(self, load: Callable[[], T], *paths: str, what: str, counters: Counter[str] | None = None) -> None:
-        """`load` reads the files at `paths`. `counters`: wrong contents count there as `reread_failed`.
+        """`load` reads the files at `paths`. `counters`: invalid contents are counted there as `reread_failed`.
 
         :raises ConfigError: as `load` does.
         """
@@ -43,11 +43,11 @@ class Reread(Generic[T]):
         self._counters = Counter[str]() if counters is None else counters
         self._seen: tuple[int, ...] = ()
         self._seen_at = 0.0
-        self._stamp = stamp(*paths)  # before they are read: what changes meanwhile is read again
+        self._stamp = stamp(*paths)  # before they are read, so that later changes are read again
         self.value = load()
 
     def refresh(self) -> bool:
-        """Read the files again if they changed; True: what they say is something else."""
+        """Read the files again if they changed; return whether `value` changed."""
         found = stamp(*self._paths)
         if found == self._stamp or not self._is_settled(found):
             return False
@@ -68,6 +68,6 @@ class Reread(Generic[T]):
         age_ns = time.time_ns() - max(found[::5], default=0)
         if age_ns >= 0:
             return age_ns >= SETTLE_S * 1e9
-        if found != self._seen:  # the clock of whoever keeps the file is ahead of this one: it says nothing
+        if found != self._seen:  # the file server's clock is ahead of this one: wait for SETTLE_S without a change
             self._seen, self._seen_at = found, time.monotonic()
         return time.monotonic() - self._seen_at >= SETTLE_S

@@ -1,9 +1,9 @@
-"""Which nodes there are, where, and with which keys: from a file, or by the proxy's word for this host.
+"""The nodes, with addresses and keys: from a file or, on this host, from the proxy.
 
     [nodes.alpha]
     address = "tcp://10.0.0.1:7700"
     key = "<public key, as `pdx keygen` prints it>"
-    next_key = "..."                    # as good as the other one, while the node gets it; may be left out
+    next_key = "..."                    # valid as well, while the node changes to it; may be left out
     engine_hosts = ["192.168.7.1"]      # where its engines serve besides the address's host; may be left out
 
     [proxy]
@@ -14,13 +14,13 @@
     address = "tcp://10.0.0.10:7600"
     key = "..."
 
-    [readers.router]                    # may read the events of nodes, and say nothing
+    [readers.router]                    # may read the events of nodes, and nothing else
     key = "..."
 
-Where there is a file, it decides who there is. Where it has a key and no `address`, a node is where it says itself, by
-a proxy, else where the cluster says that it is (`Found`): whoever answers there has to prove the key. Without a file,
-names come from the proxy, but only addresses of this host are believed. An address from anywhere else, above all from a
-request, is never dialled. No sockets here.
+If there is a file, it alone names the nodes. For a node with a key but no `address`, the address is the one that it
+tells itself, through a proxy, else the one that the cluster tells (`Found`): the process there must prove the key.
+Without a file, names come from the proxy, but only addresses of this host are believed. An address from anywhere else,
+above all from a request, is never dialled. No sockets here.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class ReaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One node, or the proxy, in the file."""
 
-    address: Annotated[str, Meta(max_length=256)] = ""  # with a key alone it may be left out
+    address: Annotated[str, Meta(max_length=256)] = ""  # may be left out if there is a key
     key: Annotated[str, Meta(max_length=40)] = ""
     next_key: Annotated[str, Meta(max_length=40)] = ""
     engine_hosts: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)] = []
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Each of which it may prove."""
+        """The keys, any of which it may prove."""
         return (self.key, self.next_key) if self.next_key else (self.key,)
 
 
@@ -79,15 +79,15 @@ _NOBODY: Mapping[str, str] = MappingProxyType({})
 
 
 class Found(NamedTuple):
-    """Addresses by name, as a cluster tells them (`pdx.discovery`): where somebody may be, and not who is there."""
+    """Addresses by name, as a cluster tells them (`pdx.discovery`); they prove no identity."""
 
     nodes: Mapping[str, str] = _NOBODY
     proxies: Mapping[str, str] = _NOBODY
-    is_assigned: bool = False  # the cluster itself gives out these addresses; else whoever is there has said so
+    is_assigned: bool = False  # the cluster itself assigns these addresses; else processes announce them
 
 
 class RosterFile(msgspec.Struct, frozen=True):
-    """All of a file, checked."""
+    """The checked contents of a roster file."""
 
     nodes: dict[str, RosterEntry]
     proxy: RosterEntry | None = None
@@ -96,9 +96,9 @@ class RosterFile(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, path: str | Path, *, has_keys: bool) -> RosterFile:
-        """Read and check it. `has_keys`: whoever reads it has a key, so everybody in it needs one.
+        """Read and check a file. `has_keys`: this process has a key, so every entry needs one.
 
-        :raises ConfigError: it cannot be read, others may write it, or an entry is wrong; file and entry are named.
+        :raises ConfigError: it cannot be read, others may write it, or an entry is wrong; the text names both.
         """
         try:
             with open(path, "rb") as file:
@@ -170,12 +170,12 @@ def _entry(value: object, kind: type[_Entry], where: str, has_keys: bool) -> _En
 
 
 class Roster:
-    """The nodes that may be dialled and let in. One thread; `listeners` may be read by any."""
+    """The nodes that may be dialled and admitted. Not thread-safe, but any thread may read `listeners`."""
 
     def __init__(self, path: str, *, has_keys: bool, counters: Counter[str] | None = None) -> None:
-        """`path` may be empty: no file, so the proxy's word counts (see `believe`). `counters`: see `Reread`.
+        """`path`: empty for no file: then the proxy's list counts (see `believe`). `counters`: see `Reread`.
 
-        :raises ConfigError: keys without a file, or the file is wrong.
+        :raises ConfigError: there are keys but no file, or the file is wrong.
         """
         if has_keys and not path:
             raise ConfigError("keys need a roster file that names the peers and their keys (--roster)")
@@ -183,12 +183,12 @@ class Roster:
         self._has_keys = has_keys
         self._file: RosterFile | None = None
         self._by_key: dict[str, str] = {}
-        self._nodes: dict[str, RosterEntry] = {}  # with an address: of the file; without one, as the proxy told
-        self._told: dict[str, str] = {}  # by proxies: where nodes are of which the file does not say it
+        self._nodes: dict[str, RosterEntry] = {}  # of the file, with known addresses; without a file, the proxy's list
+        self._told: dict[str, str] = {}  # addresses told by proxies
         self._found = Found()
-        self._known: dict[str, str] = {}  # where nodes of the file were found last
-        self._proxies: dict[str, RosterEntry] = {}  # that were found, by address
-        self.listeners: frozenset[str] = frozenset()  # keys of nodes, and of readers of events
+        self._known: dict[str, str] = {}  # last found addresses of nodes for which the file has none
+        self._proxies: dict[str, RosterEntry] = {}  # found proxies, by address
+        self.listeners: frozenset[str] = frozenset()  # keys of nodes and of readers of events
         self._warned: set[str] = set()
         self._reread: Reread[RosterFile] | None = None
         if path:
@@ -197,13 +197,12 @@ class Roster:
 
     def _load(self) -> RosterFile:
         file = RosterFile.load(self._path, has_keys=self._has_keys)
-        if self.members and not file.nodes:  # whoever writes it has begun, or found no room
+        if self.members and not file.nodes:  # it is being written, or the disk is full
             raise ConfigError(f"roster {self._path}: it names no nodes any more")
         return file
 
     def proxy_at(self, address: str) -> RosterEntry | None:
-        """The proxy, as the file names it: of several, the one at this address, or that was found there, else the one
-        of `[proxy]`."""
+        """The file's entry for the proxy at this address: the one with that address, or found there, else `[proxy]`."""
         if self._file is None:
             return None
         of_file = self._file.proxy
@@ -211,32 +210,32 @@ class Roster:
         return next((each for each in named if each.address == address), self._proxies.get(address, of_file))
 
     def proxy_key(self, address: str) -> str:
-        """What the proxy there is to prove; empty: nothing, or it is not known."""
+        """The key that the proxy there must prove; empty: none, or unknown."""
         proxy = self.proxy_at(address)
         return proxy.key if proxy is not None else ""
 
     def is_proxys(self, key: str, address: str) -> bool:
-        """Whether the proxy there may still prove this key, empty for none: one that is found no more may."""
+        """Whether the proxy there may still prove this key (empty: none), even if discovery no longer finds it."""
         if self._file is not None and self.proxy_at(address) is None:
             return not key or any(each.key == key for each in self._file.proxies.values())
         return self.proxy_key(address) == key
 
     @property
     def proxies(self) -> list[str]:
-        """Where proxies were found of which the file has the key, and no address."""
+        """The addresses of found proxies for which the file has a key but no address."""
         return list(self._proxies)
 
     def proxy_name(self, public_key: str) -> str:
-        """Which of `[proxies.NAME]` has this key; empty: none."""
+        """The NAME of the `[proxies.NAME]` with this key; empty: none."""
         named = self._file.proxies if self._file is not None else {}
         return next((name for name, each in named.items() if each.key == public_key), "")
 
     def node(self, name: str) -> RosterEntry | None:
-        """A node, as the file names it."""
+        """The file's entry for a node."""
         return self._file.nodes.get(name) if self._file is not None else None
 
     def entry(self, name: str) -> RosterEntry:
-        """Where the node of that name is dialled now, and which keys it may prove. :raises PeerUnknown: nowhere."""
+        """The address at which to dial the node, and its valid keys. :raises PeerUnknown: it has no address."""
         found = self._nodes.get(name)
         if found is None:
             known = ", ".join(sorted(self._nodes)[:16]) or "nobody"
@@ -246,13 +245,13 @@ class Roster:
         return found
 
     def address_of(self, name: str) -> str:
-        """Where that node is dialled now; empty: nowhere."""
+        """The address at which to dial the node; empty: none."""
         found = self._nodes.get(name)
         return found.address if found is not None else ""
 
     def host_of(self, name: str) -> str:
-        """The host on which that node is by the file, or by a cluster that gives out addresses; empty: nobody says.
-        What the node says of itself does not count."""
+        """The node's host by the file, or by a cluster that assigns addresses; empty: unknown. What the node says about
+        itself does not count."""
         entry = self.node(name)
         if entry is None or entry.address:
             return address_host(entry.address) if entry is not None else ""
@@ -261,18 +260,18 @@ class Roster:
 
     @property
     def names(self) -> list[str]:
-        """All nodes that may be dialled, as far as they are known now."""
+        """All nodes that can be dialled now."""
         return list(self._nodes)
 
     @property
     def members(self) -> set[str]:
-        """All nodes of the file, wherever they are."""
+        """All nodes of the file, even without an address."""
         return set(self._file.nodes) if self._file is not None else set()
 
     def check_self(self, name: str, public_key: str, address: str) -> str:
-        """What the file says of this node itself, against what it is; a warning, or empty.
+        """Check this node against its own entry in the file; return a warning, or an empty text.
 
-        :raises ConfigError: the key is another node's, or the name has another key: no peer would let it in.
+        :raises ConfigError: the key is another node's, or the name has another key: no peer would admit this node.
         """
         if self._file is None:
             return ""
@@ -289,25 +288,25 @@ class Roster:
         return ""
 
     def told(self, name: str, bound: str) -> str:
-        """The address that the node `name`, which listens at `bound`, tells of itself: the file's, if that has its
-        host's name."""
+        """The address that the node `name`, which listens at `bound`, gives to others: the file's if that has a host
+        name, else `bound`."""
         entry = self.node(name)
         return entry.address if entry is not None and entry.address and by_name(entry.address, bound) else bound
 
     def admits_name(self, name: str) -> bool:
-        """Whether a node of that name may dial; without a file, any that can reach the socket."""
+        """Whether a node of that name may dial; without a file, any may that can reach the socket."""
         return self._file is None or name in self._file.nodes
 
     def name_of(self, key: str) -> str | None:
-        """Whose key this is now; None: no node's."""
+        """The name of the node with this key; None: there is none."""
         return self._by_key.get(key)
 
     def __contains__(self, key: object) -> bool:
         return key in self._by_key
 
     def is_named(self, name: str, key: str, address: str) -> bool:
-        """Whether a file still names this node, with the same key and, if it was dialled, the same address. A
-        connection outlives an address that was found or told: clusters err, and the key was proved."""
+        """Whether the file still has this node, with the same key and, if it was dialled, the same address. A change of
+        a found or told address does not end a connection: clusters err, and the key was proved."""
         if self._file is None:
             return True
         entry = self._file.nodes.get(name)
@@ -316,26 +315,26 @@ class Roster:
         return not (address and entry.address) or address == entry.address
 
     def secure_proxy(self, socket: zmq.Socket[bytes], own: KeyPair | None, address: str = "") -> None:
-        """Before a socket connects to the proxy at `address`, or to a worker of it: CURVE, if this node has keys, its
-        `own`.
+        """Set CURVE with this node's `own` keys, if it has any, on a socket that will connect to the proxy at
+        `address`, or to a worker of it.
 
-        A Unix socket that the roster does not name as the proxy's is this user's alone, and needs none.
+        A Unix socket that the roster does not name as the proxy's is this user's alone, and needs no keys.
 
-        :raises ConfigError: it has keys, and the roster does not say the proxy's.
+        :raises ConfigError: this node has keys, but the roster lacks the proxy's.
         """
         proxy = self.proxy_at(address)
         if not address.startswith("ipc://") or (proxy is not None and proxy.address == address):
             secure_client(socket, own=own, server_key=self.proxy_key(address))
 
     def refresh(self) -> bool:
-        """Read the file again if it changed; True: something is different. A file that is wrong changes nothing."""
+        """Read the file again if it changed; return whether an entry changed. A wrong file changes nothing."""
         if self._reread is None or not self._reread.refresh():
             return False
         self._set(self._reread.value)
         return True
 
     def believe(self, entries: Iterable[PeerEntry]) -> None:
-        """What the proxy says. With a file it says at most where nodes of the file are; without one, these are the
+        """Take in the proxy's list. With a file it only adds addresses of the file's nodes; without one, it lists the
         nodes of this host."""
         told = {one.name: one for one in entries if one.name and one.address and self._is_believed(one)}
         if self._file is None:
@@ -345,8 +344,8 @@ class Roster:
             self._settle(self._file)
 
     def find(self, found: Found) -> bool:
-        """What the cluster says now: it may be said again and again; True: it is something else. A node that it no
-        longer names stays where it was: clusters err, and one that is gone does not answer."""
+        """Take in what the cluster says now; return whether that is new. A node that it no longer names keeps its
+        address: clusters err, and a node that is gone does not answer."""
         if found is self._found or self._file is None:
             return False
         self._found = found
@@ -382,7 +381,7 @@ class Roster:
         self.listeners = frozenset((*self._by_key, *(entry.key for entry in file.readers.values())))
 
     def _settle(self, file: RosterFile) -> None:
-        """Where all are of whom the file has the key."""
+        """Work out the addresses of all nodes and proxies in the file."""
         self._nodes = {name: entry for name, entry in file.nodes.items() if entry.address}
         known, self._known = self._known, {}
         for name in file.nodes.keys() - self._nodes.keys():

@@ -1,4 +1,4 @@
-"""Files with secrets: who may read one besides its owner; and the token in one, which is shown to a proxy or a node."""
+"""Files with secrets: which other users may read them; and tokens in files, which clients show to a proxy or a node."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from pdx.errors import ConfigError
 from pdx.security.reread import stamp
 
-MIN_TOKEN_CHARS = 32  # so many can be guessed at any rate: 16 bytes in hex
+MIN_TOKEN_CHARS = 32  # 16 bytes in hex: a shorter token could be guessed
 _MAX_TOKEN_CHARS = 1024
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows in the header
 _OTHERS, _GROUP_CHANGES = 0o007, 0o030
 
 
 def read(path: str | Path, what: str, hint: str, most_bytes: int) -> tuple[str, os.stat_result]:
-    """The text of a file, or its first bytes, and what `check_private` asks for. `what` it is called, `hint` how one is
-    made. :raises ConfigError: it cannot be read.
+    """The text of a file, at most its first bytes, and its stat for `check_private`. For the message, `what` names the
+    file and `hint` says how to make one. :raises ConfigError: it cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -46,12 +46,12 @@ def load_token(path: str | Path) -> str:
 
 
 def check_private(info: os.stat_result, what: str, path: object) -> None:
-    """`info` is of the open file, `what` it is called in the message.
+    """Check who may read a file. `info`: of the open file; `what`: its name in the message.
 
-    Its owner is this user or root, and nobody else reads it; or it is root's and a group of this process reads it, as
-    Kubernetes mounts a Secret for a pod with an `fsGroup`.
+    Its owner must be this user or root, and no other user may read it; or it is root's and a group of this process may
+    read it, as when Kubernetes mounts a Secret for a pod with an `fsGroup`.
 
-    :raises ConfigError: it is otherwise.
+    :raises ConfigError: neither is the case.
     """
     mode, groups = stat.S_IMODE(info.st_mode), {os.getgid(), os.getegid(), *os.getgroups()}
     is_own = not mode & 0o077 and info.st_uid in (os.getuid(), 0)
@@ -64,7 +64,7 @@ def check_private(info: os.stat_result, what: str, path: object) -> None:
 
 
 class Token:
-    """A file with the token; it is read again when it has changed. One thread."""
+    """The token in a file, which is read again when it has changed. Not thread-safe."""
 
     def __init__(self, path: str) -> None:
         """:raises ConfigError: it cannot be read, others may read it, or there is no token in it."""
@@ -73,9 +73,9 @@ class Token:
         self._digest = _digest(load_token(path))
 
     def is_shown(self, token: str) -> bool:
-        """Whether this is the token that is in the file now, in a time that does not depend on it.
+        """Whether this is the token that is in the file now; takes a time that does not depend on it.
 
-        :raises ConfigError: there is none (any more): nobody is let in.
+        :raises ConfigError: there is no valid token (any more), so nothing is admitted.
         """
         found = stamp(self._path)
         if found != self._stamp or not self._digest:

@@ -1,4 +1,4 @@
-"""Who may listen at a Unix socket's path: one process at a time. A bind would take the path away from its owner."""
+"""Locks for the paths of Unix sockets, one process at a time: a bind alone would take the path from its owner."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pdx.errors import ConfigError, PdxError
 from pdx.security.unix_peer import peer_of
 
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)  # why nothing can be written
-_PID = re.compile(rb"[0-9]{0,20}")  # all that a lock says
+_PID = re.compile(rb"[0-9]{0,20}")  # the contents of a lock
 
 
 class Lock:
-    """The lock beside a path, held.
+    """A held lock beside a path.
 
-    Where nothing can be written, and somebody may own it all the same: `is_written`, whether the file names this
-    process; `is_held`, whether there is a file at all, so that no other process has the lock.
+    If nothing can be written and ownership is taken all the same: `is_written` says whether the file names this
+    process, `is_held` whether there is a file at all, so that no other process has the lock.
     """
 
     def __init__(self, fd: int | None, *, is_written: bool = True) -> None:
@@ -32,19 +32,19 @@ class Lock:
         self.is_written = is_written
 
     def touch(self) -> None:
-        """The file is in use: programs that clean up old files leave it alone."""
+        """Mark the file as in use, so that programs that clean up old files leave it alone."""
         assert self._fd is not None
         os.utime(self._fd)
 
 
 @contextlib.contextmanager
 def owned(path: Path, taken: Callable[[str], PdxError], *, may_be_read_only: bool = False) -> Iterator[Lock]:
-    """Own this path inside the block; the lock beside it (`….lock`) is also given back when the process dies.
+    """Own this path inside the block; the lock beside it (`….lock`) is also released when the process dies.
 
-    Who listens there although the lock was removed is its owner, too. `may_be_read_only`: see `Lock`.
+    A process that listens there, although the lock was removed, is its owner, too. `may_be_read_only`: see `Lock`.
 
-    :raises PdxError: it has an owner; `taken` makes the error from that process's id.
-    :raises ConfigError: there is no room for the lock, or another file is there.
+    :raises PdxError: the path has an owner; `taken` makes the error from that process's id.
+    :raises ConfigError: the lock cannot be made, or another file is in its place.
     """
     fd, is_written = _locked(path, taken, may_be_read_only)
     try:
@@ -61,7 +61,7 @@ def owned(path: Path, taken: Callable[[str], PdxError], *, may_be_read_only: boo
 
 
 def is_lock(path: Path) -> bool:
-    """Whether a lock file is there; where that cannot be read it is taken for none."""
+    """Whether a lock file is there; one that cannot be read does not count."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -73,14 +73,14 @@ def is_lock(path: Path) -> bool:
 
 
 def _is_lock(fd: int) -> bool:
-    """Whether nothing but an owner's id was ever written there: anything else is somebody's file."""
+    """Whether the file has nothing but an owner's id: anything else is a user's file."""
     return stat.S_ISREG(os.fstat(fd).st_mode) and _PID.fullmatch(os.pread(fd, 32, 0)) is not None
 
 
 def remove_socket(path: Path) -> None:
-    """Remove what a killed owner left at a path that this process owns now.
+    """Remove the socket that a killed owner left at a path that this process owns now.
 
-    :raises ConfigError: what is there is no socket.
+    :raises ConfigError: there is something else than a socket.
     """
     try:
         mode = path.lstat().st_mode
@@ -92,7 +92,7 @@ def remove_socket(path: Path) -> None:
 
 
 def _locked(path: Path, taken: Callable[[str], PdxError], may_be_read_only: bool) -> tuple[int | None, bool]:
-    """The descriptor of the lock file that lies at the path and nowhere else, and whether it can be written."""
+    """The descriptor of the locked file that is at the path now, and whether it can be written."""
     name = f"{path}.lock"
     flags, is_written = os.O_RDWR | os.O_CREAT, True
     while True:
@@ -117,16 +117,16 @@ def _locked(path: Path, taken: Callable[[str], PdxError], may_be_read_only: bool
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), os.stat(name, follow_symlinks=False)):
                 return fd, is_written
-        os.close(fd)  # it was removed between the two calls, and somebody else may have the new one
+        os.close(fd)  # it was removed between the two calls, and another process may have the new one
 
 
 def _listener(path: Path) -> str | None:
-    """The process that listens at this path, None if nobody does."""
+    """The pid that listens at this path; None: there is none."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
-        except BlockingIOError:  # more than it takes at a time wait there
+        except BlockingIOError:  # its backlog is full
             return "unknown"
         except OSError:
             return None

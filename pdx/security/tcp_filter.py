@@ -1,8 +1,8 @@
-"""The TCP port that peers dial, in front of ZMQ: bounds per address, and only what speaks ZMQ is passed on.
+"""The TCP port that peers dial, in front of ZMQ: it limits connections per address and passes on only ZMQ's.
 
-ZMQ takes every connection before it knows a key, has no bound on their number, and some of its calls end the process
-when no descriptor is left. So connections arrive here. One is passed on, byte for byte, to a private Unix socket of
-ZMQ's when it has sent the ten bytes with which each ZMQ connection begins; CURVE goes through unseen.
+ZMQ accepts every connection before it knows a key, has no limit on their number, and some of its calls end the process
+when no descriptor is left. So connections arrive here. A connection is passed on, byte for byte, to a private Unix
+socket of ZMQ's once it has sent the ten bytes with which each ZMQ connection begins; CURVE passes through unread.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from pdx.telemetry.faults import Faults
 
 log = logging.getLogger(__name__)
 
-MAX_YOUNG = 512  # connections that may still turn out to be nobody's
+MAX_YOUNG = 512  # connections that have not proved to be a peer's yet
 MAX_YOUNG_OF_ADDRESS = 64
 MAX_CONNECTIONS = 2048
-SILENT_S = 2.0  # one that has not begun to speak ZMQ by then is closed
-UNREAD_S = 30.0  # and so is a reader that takes nothing of what is sent to it for so long
-LINGER_S = 0.5  # what ZMQ sends while it ends has so long to leave
+SILENT_S = 2.0  # for a connection to begin to speak ZMQ
+UNREAD_S = 30.0  # after which a reader that reads nothing is closed
+LINGER_S = 0.5  # for ZMQ's last messages to leave at the end
 _GREETING_BYTES = 10
 _PIECE_BYTES = 1 << 16
-_BACKLOG = 1024  # a flood waits here, and honest peers among it: who finds no place waits for seconds
-_ZMQ_BACKLOG = 4  # what was passed on and ZMQ not taken yet is not counted among the descriptors in use
+_BACKLOG = 1024  # a flood waits here, with honest peers among it: a peer without a place would wait for seconds
+_ZMQ_BACKLOG = 4  # small, because connections that ZMQ has not accepted yet are not counted as descriptors in use
 _ROUND_S = 0.1
-BATCH = 16  # connections taken at once
-PACE_S = 0.01  # before the next ones
+BATCH = 16  # connections accepted at once
+PACE_S = 0.01  # before the next batch
 _QUIET_S = 60.0
 _NO_DESCRIPTOR = "no file descriptor is left for it (ulimit -n)"
 
 
 class _Flow:
-    """One direction of a connection: what was read from `source` and not yet taken by `sink`. `most_bytes`: it may have
-    so many in all; 0: any number."""
+    """One direction of a connection: bytes read from `source` that `sink` has not accepted yet. `most_bytes`: the limit
+    for all bytes of this direction; 0: none."""
 
     def __init__(self, source: socket.socket, sink: socket.socket, most_bytes: int = 0) -> None:
         self.most_bytes = most_bytes
         self.source = source
         self.sink = sink
         self.pending = b""
-        self.waits_since: float | None = None  # when somebody who looks first saw `pending`
-        self.nbytes = 0  # that were read
+        self.waits_since: float | None = None  # when `waits_s` first saw `pending`
+        self.nbytes = 0  # read so far
         self.has_ended = False
 
     def move(self) -> bool:
-        """Pass on what is there; False: this direction is over."""
+        """Pass on available bytes; False: this direction is over."""
         try:
             if not self.pending and not self.has_ended:
                 room = self.most_bytes - self.nbytes if self.most_bytes else _PIECE_BYTES
@@ -75,7 +75,7 @@ class _Flow:
         return bool(self.pending) or not self.has_ended
 
     def waits_s(self, now: float) -> float:
-        """For how many seconds the sink has taken nothing of what is there for it."""
+        """For how many seconds the sink has accepted none of the pending bytes."""
         if not self.pending:
             return 0.0
         if self.waits_since is None:
@@ -84,7 +84,7 @@ class _Flow:
 
     @property
     def is_too_much(self) -> bool:
-        """Whether more was read than there may be."""
+        """Whether more bytes were read than allowed."""
         return 0 < self.most_bytes < self.nbytes
 
 
@@ -100,14 +100,14 @@ class _Connection:
         self.flows: tuple[_Flow, ...] = ()
 
     def begin(self, inner: socket.socket, most_bytes: int) -> None:
-        """Pass it on, so many bytes from outside at most."""
+        """Pass the connection on to ZMQ, with at most `most_bytes` from outside."""
         self.inner = inner
         self.flows = (_Flow(self.outer, inner, most_bytes), _Flow(inner, self.outer))
         self.flows[0].pending = self.greeting
         self.flows[0].nbytes = len(self.greeting)
 
     def wanted(self, end: socket.socket) -> int:
-        """The events of one end that matter now."""
+        """The events to wait for at one end."""
         if not self.flows:
             return select.EPOLLIN
         read, write = self.flows if end is self.outer else reversed(self.flows)
@@ -128,17 +128,17 @@ class TcpFilter:
         most_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`young_s`: ZMQ closes what has not finished its handshake by then; port 0 is any free one. `most_bytes`: what
-        one connection may send in all, where those outside are to listen; 0: whatever it likes.
+        """`young_s`: after which ZMQ closes a connection without a finished handshake; port 0 is any free one.
+        `most_bytes`: limit for all bytes that a connection may send, if clients only listen; 0: none.
 
-        :raises OSError: the address cannot be had.
+        :raises OSError: the address cannot be bound.
         """
         self._young_s = young_s
         self._most_bytes = most_bytes
         self._counters = counters
         self._faults = Faults(counters)
         self._clock = clock
-        most = max(32, (descriptors.limit() - descriptors.reserve()) // 4)  # one that is passed on needs three
+        most = max(32, (descriptors.limit() - descriptors.reserve()) // 4)  # each needs three when passed on
         self._max_connections = min(MAX_CONNECTIONS, most)
         self._max_young = min(MAX_YOUNG, max(16, most // 2))
         self._connections: dict[int, _Connection] = {}  # by descriptor of either end
@@ -147,11 +147,11 @@ class TcpFilter:
         self._quiet_until = 0.0
         self._num_young = 0
         self._next_look = 0.0
-        self._rests_until: float | None = None  # no connection is taken before
+        self._rests_until: float | None = None  # before which no connection is accepted
         self._target = -1
         self._is_closing = False
         self._drops = False
-        self._has_unbound = threading.Event()  # nobody listens any more
+        self._has_unbound = threading.Event()  # the port is free again
         self._folder = tempfile.TemporaryDirectory(prefix="pdx-tcp-filter-")
         self.inner = f"ipc://{self._folder.name}/zmq"  # to be bound before `start`
         self._epoll = select.epoll()
@@ -170,9 +170,9 @@ class TcpFilter:
         self._thread = threading.Thread(target=self._run, name="pdx-tcp-filter")
 
     def bind(self, taker: zmq.Socket[bytes]) -> None:
-        """Have a ZMQ socket take what is passed on, and `start`. Again, with other options of that socket: who comes
-        from now on meets these. Those who are here stay as they are, which costs a descriptor: ZMQ would end them with
-        what they came through.
+        """Have a ZMQ socket accept the connections passed on, and `start`. Call it again after a change of the socket's
+        options, which then hold for new connections. Present ones stay as they are, which costs a descriptor: ZMQ would
+        end them if their endpoint were unbound.
 
         :raises OSError, zmq.ZMQError: it cannot be bound.
         """
@@ -188,11 +188,11 @@ class TcpFilter:
         self.start()
 
     def start(self) -> None:
-        """Take connections. What is bound at `inner` has no name any more from now on: nobody else finds it."""
+        """Accept connections. The socket bound at `inner` loses its name now, so that no other process finds it."""
         with self._folder:
             target = os.open(self.inner.removeprefix("ipc://"), os.O_PATH | os.O_CLOEXEC)
         if self._target >= 0:
-            os.dup2(target, self._target, inheritable=False)  # at once for the thread, which may be using it
+            os.dup2(target, self._target, inheritable=False)  # atomic for the thread, which may be using it
             os.close(target)
             return
         self._target = target
@@ -201,17 +201,17 @@ class TcpFilter:
         self._thread.start()
 
     def drop(self) -> None:
-        """End all connections; who may come in dials again. Any thread."""
+        """End all connections; peers that are admitted will dial again. Thread-safe."""
         self._drops = True
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
     def newcomers(self) -> list[str]:
-        """The addresses of connections of which nothing is known yet. Any thread."""
+        """The addresses of connections that have not proved to be a peer's yet. Thread-safe."""
         return sorted(self._young)
 
     def close(self) -> None:
-        """Listen no longer; what ZMQ still has to say has LINGER_S to leave, in the background. Idempotent."""
+        """Stop listening; ZMQ's last messages have LINGER_S to leave, in the background. Idempotent."""
         self._is_closing = True
         if self._thread.ident is None:
             self._release()
@@ -284,7 +284,7 @@ class TcpFilter:
                 outer, where = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # it left meanwhile, or no descriptor is left
+            except OSError:  # the client has left, or there is no free descriptor
                 self._rest(_ROUND_S)
                 return
             try:
@@ -298,7 +298,7 @@ class TcpFilter:
         self._rest(PACE_S)
 
     def _rest(self, seconds: float) -> None:
-        """Take no connection for so long: there was no descriptor for one, or so many that other work would wait."""
+        """Accept no connection for so long, for lack of descriptors, or so that many do not delay other work."""
         self._rests_until = self._clock() + seconds
         self._epoll.modify(self._listener, 0)
 
@@ -341,7 +341,7 @@ class TcpFilter:
         self._end(connection)
 
     def _greeted(self, connection: _Connection) -> bool:
-        """Whether it has begun as ZMQ does; if so it is passed on."""
+        """If a connection has begun as ZMQ's do, pass it on; return whether it was."""
         try:
             data = connection.outer.recv(_GREETING_BYTES - len(connection.greeting))
         except (BlockingIOError, InterruptedError):
@@ -355,11 +355,11 @@ class TcpFilter:
         if len(connection.greeting) < _GREETING_BYTES:
             return False
         try:
-            # ZMQ's side needs one, too, and must find it; so must those of connections that ZMQ has not taken yet.
+            # ZMQ's side needs a descriptor, too, and so do connections that ZMQ has not accepted yet.
             if descriptors.left() < descriptors.reserve() // 2 + self._num_young:
                 raise OSError(_NO_DESCRIPTOR)
             inner = self._to_zmq()
-        except OSError as error:  # also where ZMQ is behind with taking them: the peer dials again
+        except OSError as error:  # also if ZMQ is behind with accepting: the peer dials again
             self._refuse(connection.address, str(error))
             self._end(connection)
             return False
@@ -368,7 +368,7 @@ class TcpFilter:
         return True
 
     def _to_zmq(self) -> socket.socket:
-        """:raises OSError: there is no way to it now."""
+        """A connection to ZMQ. :raises OSError: it cannot be made now."""
         with contextlib.ExitStack() as undo:
             inner = undo.enter_context(socket.socket(socket.AF_UNIX))
             inner.setblocking(False)
@@ -383,7 +383,7 @@ class TcpFilter:
             self._epoll.modify(end, connection.wanted(end))
 
     def _grow_up(self, now: float) -> None:
-        """What said nothing in time is closed; what ZMQ has not closed by now is a peer's."""
+        """Close connections that said nothing in time; those that ZMQ has not closed by `young_s` are a peer's."""
         for connection in [one for young in self._young.values() for one in young]:
             if connection.inner is None and now - connection.born > SILENT_S:
                 self._refuse(connection.address, f"it did not begin to speak ZMQ for {SILENT_S:g} s")
@@ -392,14 +392,14 @@ class TcpFilter:
                 self._grown(connection)
 
     def _drop_unread(self, now: float) -> None:
-        """Readers that do not read: ZMQ keeps what is theirs as long as they are there."""
+        """Close readers that do not read, for which ZMQ would keep messages as long as they are connected."""
         for connection in set(self._connections.values()):
             if connection.flows and connection.flows[1].waits_s(now) > UNREAD_S:
                 self._refuse(connection.address, f"it has read nothing for {UNREAD_S:g} s")
                 self._end(connection)
 
     def _drop_oldest(self, young: dict[str, dict[_Connection, None]]) -> None:
-        """Of the address with the most, the oldest that has said nothing yet, else the oldest."""
+        """Close one connection of the address with the most: the oldest that was not passed on, else the oldest."""
         if not young:
             return
         crowd = max(young.values(), key=len)

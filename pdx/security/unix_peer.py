@@ -1,4 +1,4 @@
-"""Unix sockets between processes of one host: who is at the other end, and descriptors that come with a message."""
+"""Unix sockets between processes of one host: the process at the other end, and descriptors sent with a message."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _INT_BYTES = array.array("i").itemsize
 
 
 class Credentials(NamedTuple):
-    """Who is at the other end, as the kernel says. `pid` is 0 where it is not to be seen from here."""
+    """The process at the other end, as the kernel reports it. `pid` is 0 if it is not visible from here."""
 
     pid: int
     uid: int
 
 
 def peer_of(stream: socket.socket) -> Credentials:
-    """Who connected, or listened."""
+    """The credentials of the process that connected or listened."""
     pid, uid, _ = _CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return Credentials(pid, uid)
 
 
 def pidfd_of_peer(stream: socket.socket) -> int:
-    """A pidfd, the caller's to close, of who connected or listened: in whatever PID namespace that process is.
+    """A pidfd of the process that connected or listened, in whatever PID namespace; the caller closes it.
 
     :raises OSError: the kernel is older than Linux 6.5, or the process has ended.
     """
@@ -35,7 +35,7 @@ def pidfd_of_peer(stream: socket.socket) -> int:
 
 
 def receive_fds(stream: socket.socket, nbytes: int, max_fds: int) -> tuple[bytes, list[int], int]:
-    """A message, its descriptors, which are the caller's to close and no child inherits, and the system's flags.
+    """A message, its descriptors, which the caller closes and no child inherits, and the system's flags.
 
     :raises OSError: the stream broke, or its timeout is over.
     """

@@ -1,1 +1,1 @@
-"""Clocks, timelines of transfers, spans, contained faults, which host this is."""
+"""Clocks, counters, logs, timelines of transfers, spans, contained faults, and the host's id."""

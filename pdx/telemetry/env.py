@@ -1,4 +1,4 @@
-"""What the parts of one process share: clock, counters, what contains faults, and the way back to its loop."""
+"""What all parts of a process share: the clock, counters, fault containment, and the mailbox of its loop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LOG = logging.getLogger("pdx")
 
 
 class Env:
-    """One per loop, made by whoever runs it and handed to every part of it; tests make one on virtual time.
+    """The environment of one loop, made by its owner and handed to every part of it; tests make one on virtual time.
 
-    `clock` and `mailbox.post` may be called from any thread; the others belong to the loop.
+    `clock` and `mailbox.post` may be called from any thread; all else belongs to the loop.
     """
 
     __slots__ = ("clock", "counters", "faults", "mailbox", "news", "timings")
@@ -29,17 +29,17 @@ class Env:
         self.timings = Timings()
         self.faults = Faults(self.counters, clock, log=log)
         self.mailbox = Mailbox(self.faults)
-        # In a node: that of which more is known than before. A key: a tier has said whether it has it; a name: of a
-        # transfer; `("fetch", key)`: a peer was asked for what ends with this key, and that is over. Whoever waits for
-        # one of them is told after the turn (`Admissions.late_answers`), which empties it.
+        # In a node, topics with news. A key: a tier has said whether it has it; a name: of a transfer; `("fetch",
+        # key)`: the fetch or lookup that ends with this key is over. `Admissions.late_answers` notifies the waiters
+        # after the turn, and empties the list.
         self.news: list[Hashable] = []
 
 
 class WakingClock:
-    """Seconds in which this process ran: what passes between two looks counts for `longest_s` at most.
+    """A clock, in seconds, that runs only while this process does: between two calls at most `longest_s` pass.
 
-    For judging silence. While its machine stood still a process heard nobody, and what was said meanwhile is still
-    unread when it goes on; by an ordinary clock everybody would be silent then. Somebody must look regularly.
+    For judging silence. While its machine stands still a process hears nothing, and messages of that time are unread
+    when it goes on; by an ordinary clock all its peers would seem silent then. It must be called regularly.
     """
 
     def __init__(self, longest_s: float, clock: Callable[[], float]) -> None:

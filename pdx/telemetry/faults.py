@@ -1,4 +1,4 @@
-"""What goes wrong in the loop of a node or a proxy: contained where it happens, counted, logged in bounded measure."""
+"""Faults in the loop of a node or a proxy: contained where they happen, counted, and logged at a bounded rate."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from pdx.errors import ProtocolError
 
 _LOG = logging.getLogger("pdx")
 
-QUIET_S = 60.0  # after one of a sender's bad messages was logged, the next ones are only counted
+QUIET_S = 60.0  # how long, after a warning was logged, further ones about the same are only counted
 _MAX_SENDERS = 1024
 _MAX_TEXT = 300
 
 
 class Faults:
-    """Counts and logs. One thread, the loop's.
+    """Counts and logs faults. For the loop's thread only.
 
-    Two kinds: messages that make no sense (`messages_dropped`), and exceptions that nobody expected
-    (`internal_errors`), which are defects of PDX or of a library.
+    There are two kinds: invalid messages (`messages_dropped`), and unexpected exceptions (`internal_errors`), which are
+    defects of PDX or of a library.
     """
 
     def __init__(
         self, counters: Counter[str], clock: Callable[[], float] = time.monotonic, *, log: logging.Logger = _LOG
     ) -> None:
-        """`log`: that of the part whose faults these are."""
+        """`log`: the logger of the part whose faults these are."""
         self._counters = counters
         self._log = log
         self.clock = clock
         self._known: set[tuple[str, type[Exception]]] = set()
-        self._quiet: dict[str, tuple[float, int]] = {}  # until when, and how many were not logged
+        self._quiet: dict[str, tuple[float, int]] = {}  # until when, and how many were suppressed
 
     @contextlib.contextmanager
     def contain(self, part: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[list[Exception]]:
-        """A `with` block that an exception ends, and that none leaves but `passing`, which the caller expects.
+        """A `with` block that contains all exceptions but those in `passing`, which the caller expects.
 
-        `part` names the work; there are few different ones. Yields what has gone wrong: whoever did the work ends what
-        it belonged to.
+        `part` names the work; there are only a few names. Yields a list that gets the exception: if there is one, the
+        caller ends the connection, session or job to which the work belonged.
         """
         failures: list[Exception] = []
         try:
@@ -51,7 +51,7 @@ class Faults:
             self.unexpected(part, error)
 
     def unexpected(self, part: str, error: Exception) -> None:
-        """Count an exception that nobody expected; the first of its class in this part is logged with its trace."""
+        """Count an unexpected exception; the first of its class in this part is logged with its traceback."""
         self._counters["internal_errors"] += 1
         kind = (part, type(error))
         if kind not in self._known:
@@ -61,15 +61,15 @@ class Faults:
             )
 
     def dropped(self, sender: str, error: ProtocolError) -> None:
-        """Count a message that made no sense; the first of a sender in a minute is logged.
+        """Count an invalid message; the first of a sender in a minute is logged.
 
-        What the message says is in the text of `error`: it is cut, and its control characters are escaped.
+        The text of `error` may quote the message, so it is truncated, and its control characters are escaped.
         """
         self._counters["messages_dropped"] += 1
         self.warn(sender, f"dropped a message of {printable(sender)}: {printable(str(error))}")
 
     def warn(self, about: str, text: str) -> None:
-        """Log a warning; of those about the same, one in a minute, which says how many were not logged."""
+        """Log a warning, at most one a minute about the same thing; it says how many were suppressed."""
         now = self.clock()
         until, unsaid = self._quiet.get(about, (now, 0))
         if now < until:
@@ -85,7 +85,7 @@ class Faults:
 
 
 def counted(log: logging.Logger, counters: Counter[str], reason: str, text: str, *args: object) -> None:
-    """Count what was done without, or refused; the first of a reason is a warning, because many may follow.
+    """Count something that failed or was refused; only the first per reason is logged, as many may follow.
 
     `text` with `args` is the warning.
     """
@@ -95,8 +95,8 @@ def counted(log: logging.Logger, counters: Counter[str], reason: str, text: str,
 
 
 def printable(text: str, most: int = _MAX_TEXT) -> str:
-    """`text` on one line: what cannot be printed is escaped. Of more than `most` characters, escapes counted, the first
-    and an ellipsis are left."""
+    """`text` on one line, with unprintable characters escaped, truncated to `most` characters (escapes included) and an
+    ellipsis."""
     if len(text) <= most and text.isprintable():
         return text
     shown = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[: most + 1])

@@ -1,4 +1,4 @@
-"""How long things took: histograms that a loop fills for next to nothing, to be told by `pdx.telemetry.metrics`."""
+"""Histograms of durations that a loop fills at next to no cost, for `pdx.telemetry.metrics`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdx.telemetry.names import METRICS
 
 
 class Histogram:
-    """Seconds, in few buckets. One thread: `prometheus_client`'s takes locks, and four times as long."""
+    """Seconds in a few buckets. Not thread-safe: `prometheus_client`'s takes locks, and four times as long."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -23,14 +23,14 @@ class Histogram:
 
 
 class Timings(dict[tuple[str, ...], Histogram]):
-    """Histograms by name and the labels' values, each made when it is first asked for."""
+    """Histograms by name and the labels' values, each created on first access."""
 
     def __missing__(self, key: tuple[str, ...]) -> Histogram:
         made = self[key] = Histogram(METRICS[key[0]].buckets)
         return made
 
     def copy(self) -> Timings:
-        """As they are now, to be read by another thread."""
+        """A copy of the present state for another thread."""
         copied = Timings()
         for key, each in self.items():
             copied[key].counts, copied[key].sum = each.counts.copy(), each.sum

@@ -1,4 +1,4 @@
-"""How a process logs: lines for people, or one JSON object a line for what collects logs."""
+"""Log formats: lines for people, or one JSON object per line for log collectors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from typing import Any
 
 FORMATS = ("text", "json")
-VARIABLE = "PDX_LOG_FORMAT"  # processes that this one starts log likewise
+VARIABLE = "PDX_LOG_FORMAT"  # inherited by processes that this one starts
 
 
 class _JsonLines(logging.Formatter):
     def __init__(self, **fields: Any) -> None:
-        """`fields`: of every line."""
+        """`fields`: added to every line."""
         super().__init__()
         self._fields = fields
 
@@ -34,7 +34,7 @@ class _JsonLines(logging.Formatter):
 
 
 def _formatter(worker: int | None = None) -> logging.Formatter:
-    """In the environment's format."""
+    """A formatter in the environment's format."""
     if os.environ.get(VARIABLE) == "json":
         return _JsonLines() if worker is None else _JsonLines(worker=worker)
     who = "" if worker is None else f"worker {worker}: "
@@ -42,26 +42,26 @@ def _formatter(worker: int | None = None) -> logging.Formatter:
 
 
 def set_up(level: str = "info") -> None:
-    """Log to standard error from now on, in the environment's format. Once in a process."""
+    """Log to standard error from now on, in the environment's format. Call it once per process."""
     handler = logging.StreamHandler()
     handler.setFormatter(_formatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def name_worker(number: int) -> None:
-    """Say in each line from now on which of several processes of one command this is."""
+    """Put the number of this process, among those of one command, into every line from now on."""
     for handler in logging.root.handlers:
         handler.setFormatter(_formatter(number))
 
 
 def _word(value: object) -> str:
-    """A field's value, quoted where it could be taken for another field."""
+    """A field's value, quoted if it could be taken for another field."""
     text = str(value)
     return json.dumps(text) if any(each.isspace() or each in '="' for each in text) else text
 
 
 def event(log: logging.Logger, what: str, **fields: object) -> None:
-    """A line that is its fields, each with its name; those that are not known (None) are left out."""
+    """Log a line of named fields; unknown ones (None) are left out."""
     if log.isEnabledFor(logging.INFO):
         known = {name: value for name, value in fields.items() if value is not None}
         words = " ".join(f"{name}={_word(value)}" for name, value in known.items())

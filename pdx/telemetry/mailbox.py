@@ -12,7 +12,7 @@ from pdx.wire.burst import burst
 
 
 class Mailbox:
-    """Calls that any thread posts and the loop makes. Its descriptor is readable when there are some."""
+    """A queue of calls that any thread posts and the loop makes. Its descriptor is readable if there are any."""
 
     def __init__(self, faults: Faults) -> None:
         self._fd = -1
@@ -21,20 +21,20 @@ class Mailbox:
 
     @property
     def fd(self) -> int:
-        """The descriptor to poll; opened when the loop first asks for it, so that a mailbox nobody polls needs none."""
+        """The descriptor to poll; opened on first access, so that a mailbox that is not polled needs none."""
         if self._fd < 0:
             self._fd = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable: calls may be waiting already
         return self._fd
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the loop call this. From any thread. Nothing once the mailbox is closed."""
+        """Have the loop call this. Thread-safe; once the mailbox is closed, the call is not made."""
         self._calls.append(call)
         self._ring()
 
     def deliver(self) -> None:
         """Make the calls posted so far, as many as fit into a burst; for the loop.
 
-        What is left keeps the descriptor readable. An exception in one call is contained, and the next are made.
+        Calls that are left keep the descriptor readable. An exception in a call is contained, and the next are made.
         """
         if self._fd >= 0:
             with contextlib.suppress(BlockingIOError):
@@ -51,11 +51,11 @@ class Mailbox:
 
     def _ring(self) -> None:
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # closed meanwhile: nobody reads any more
+            with contextlib.suppress(OSError):  # closed meanwhile
                 os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
-        """Drop what is left. Idempotent."""
+        """Drop remaining calls. Idempotent."""
         self._calls.clear()
         fd, self._fd = self._fd, -1
         if fd >= 0:

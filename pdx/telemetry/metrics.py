@@ -1,4 +1,4 @@
-"""What is measured, and how Prometheus is told: names and texts are in `pdx.telemetry.names`."""
+"""Prometheus metrics from counters and timings; names and texts are in `pdx.telemetry.names`."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def family(name: str, values: Values) -> Metric:
 
 
 def alone(name: str, value: float) -> Metric:
-    """One without labels."""
+    """A metric without labels."""
     return family(name, {(): value})
 
 
 def registry(collector: Collector) -> CollectorRegistry:
-    """What a process tells: of this, of its version, and of itself as every client of Prometheus does (`process_…`)."""
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # a series beside each of a counter's
+    """A process's registry: these metrics, its version, and the usual ones of a Prometheus client (`process_…`)."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # an extra series per counter
     made = CollectorRegistry(auto_describe=False)
     made.register(_Build())
     ProcessCollector(registry=made)

@@ -1,6 +1,6 @@
-"""All metrics by name: what Prometheus is told of each, and what the table in `docs/metrics.md` is made from.
+"""All metrics by name, with their texts for Prometheus and for the table in `docs/metrics.md`.
 
-Counters of a node are counted under short names (`Env.counters`); `of_counter` says which metric such a name is of.
+A node counts under short names (`Env.counters`); `of_counter` says to which metric such a name belongs.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["counter", "gauge", "histogram"]
 
-# Seconds; few, because each is a series of every histogram and of every label of it.
-STEPS_S = (0.0001, 0.0005, 0.002, 0.01, 0.05, 0.2, 1.0, 5.0, 30.0)  # of what happens inside a node
+# Seconds; few, because each is one more series for every histogram and each of its labels.
+STEPS_S = (0.0001, 0.0005, 0.002, 0.01, 0.05, 0.2, 1.0, 5.0, 30.0)  # for steps inside a node
 TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0)
 TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 REQUEST_S = (*TTFT_S, 300.0, 600.0, 3600.0)
 
 
 class Named(NamedTuple):
-    """A metric. A counter's series have `_total` behind its name."""
+    """A metric. A counter's series have `_total` after its name."""
 
     kind: Kind
     text: str
@@ -26,7 +26,7 @@ class Named(NamedTuple):
     buckets: tuple[float, ...] = ()
 
 
-# Each has no labels, and is `pdx_node_NAME_total`.
+# Counters without labels; each is `pdx_node_NAME_total`.
 _COUNTED = {
     "aborted": "Chunks given up before they were whole.",
     "advised": "Pieces of advice about sessions taken.",
@@ -161,7 +161,7 @@ _HISTOGRAMS = {
     "copy_seconds": ("From when a copy was asked for to its end, of those done.", "kind", "direction"),
     "handoff_seconds": ("From prefill's end until a push was over; 0: it was over before.",),
 }
-# Of an engine, in its own /metrics: `vllm:pdx_NAME_total`, behind vLLM's labels one of ours with these values.
+# In an engine's own /metrics: `vllm:pdx_NAME_total`, with one label of ours after vLLM's, which has these values.
 SOURCES = ("memory", "disk", "remote", "peer", "moved")
 OF_ENGINES = {
     "hit_tokens": SOURCES,
@@ -230,7 +230,7 @@ def _all() -> Iterator[tuple[str, Named]]:
 
 METRICS = dict(_all())
 
-# Reasons and events that have a series before the first one of them.
+# Reasons and events that have a series from the start.
 DEGRADED = (
     *("adapter_changed", "arena_on_gpu", "arena_unreachable", "codec_refused", "copies_failed", "drafts_missing"),
     *("hints_refused", "hook_failed", "kernels_unavailable", "launch_refused", "load_failed", "load_late"),
@@ -254,7 +254,7 @@ TIER_EVENTS = {
         *("hits", "left_out", "misses", "not_asked", "not_removed", "timeout", "unreachable", "untrusted"),
     ),
 }
-COPIES = [  # kinds of tiers, and which way
+COPIES = [  # kinds of tiers, and directions
     *(("disk", "load"), ("disk", "store"), ("remote", "load"), ("remote", "store")),
     *(("peer", "store"), ("arenas", "store")),
 ]
@@ -262,12 +262,12 @@ _MOVED = {"loaded_bytes": "load", "stored_bytes": "store", "loaded_ns": "load", 
 
 
 def source_of(number: int) -> str:
-    """The source of that number in a message; one that is not known is taken for memory."""
+    """The source of that number in a message; an unknown one counts as memory."""
     return SOURCES[number] if number < len(SOURCES) else SOURCES[0]
 
 
 def of_counter(name: str) -> tuple[str, tuple[str, ...]]:
-    """The metric and the labels' values of what a node counts under this name; `…_ns` are its nanoseconds."""
+    """The metric, and the labels' values, for what a node counts under this name; `…_ns` counts nanoseconds."""
     if name in _COUNTED:
         return f"pdx_node_{name}", ()
     first, _, rest = name.partition("_")
@@ -279,7 +279,7 @@ def of_counter(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def table(prefix: str, names: Iterable[str] = METRICS) -> str:
-    """Those whose names begin so, in Markdown, as `docs/metrics.md` has them."""
+    """The metrics whose names begin with `prefix`, as Markdown for `docs/metrics.md`."""
     rows = []
     for name in (name for name in names if name.startswith(prefix)):
         kind, text, labels, _ = METRICS[name]

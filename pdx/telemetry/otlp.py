@@ -1,4 +1,4 @@
-"""Sends spans to an OpenTelemetry collector (OTLP). Needs the extra `otel`: import it where traces are wanted."""
+"""Sends spans to an OpenTelemetry collector (OTLP). Needs the extra `otel`: import it only where traces are wanted."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from pdx.extras import own_version
 from pdx.telemetry.span import Span, Value
 
 MAX_QUEUE = 8192  # spans that wait for the collector
-CLOSE_S = 2.0  # what waits then has so long
+CLOSE_S = 2.0  # for waiting spans to be sent at the end
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class Collector:
-    """Whoever takes a process's spans. `give` is for one thread and never waits: a thread of the SDK sends, and where
-    that does not keep up, or nobody answers, spans are dropped."""
+    """A connection to the collector of a process's spans. `give` is for one thread and never waits: a thread of the SDK
+    sends, and if that does not keep up or gets no answer, spans are dropped."""
 
     def __init__(self, endpoint: str, service: str) -> None:
         """:raises ConfigError: there is no such protocol."""
-        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # a warning for each attempt else
-        self.dropped = 0  # spans that were not sent: too many waited
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # else one warning per attempt
+        self.dropped = 0  # spans not sent, because too many waited
         self._given = 0
         self._sender = _Counting(_exporter(endpoint))
         self._processor = BatchSpanProcessor(self._sender, max_queue_size=MAX_QUEUE)
@@ -45,12 +45,12 @@ class Collector:
 
     @property
     def sent(self) -> int:
-        """Spans that the collector has taken."""
+        """Number of spans that the collector has accepted."""
         return self._sender.sent
 
     @property
     def failed(self) -> int:
-        """Those that it has not taken."""
+        """Number of spans whose sending failed."""
         return self._sender.failed
 
     def give(self, spans: Iterable[Span]) -> None:
@@ -63,8 +63,8 @@ class Collector:
             self._processor.on_end(self._readable(each, offset_ns))
 
     def close(self) -> None:
-        """Send what waits, within CLOSE_S."""
-        # The SDK waits for 30 s before it ends its exporter; no thread of it keeps a process from ending.
+        """Send waiting spans, within CLOSE_S."""
+        # The SDK waits up to 30 s before it ends its exporter; its threads do not keep a process from ending.
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)
@@ -94,7 +94,7 @@ class Collector:
 
 
 class _Counting(SpanExporter):
-    """On the SDK's thread."""
+    """Counts the results of an exporter, on the SDK's thread."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
@@ -117,7 +117,7 @@ class _Counting(SpanExporter):
 
 
 def _exporter(endpoint: str) -> SpanExporter:
-    """As vLLM chooses it, but for TLS."""
+    """The exporter that vLLM would choose, except for TLS."""
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter

@@ -1,4 +1,4 @@
-"""What was named last, of which the oldest is forgotten where there is too much."""
+"""Bounded dicts that forget the oldest entry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 def remember(known: OrderedDict[Name, Value], name: Name, value: Value, most: int) -> Value:
-    """Put it last of `most`. Each call costs the same."""
+    """Set `name` as the newest entry of at most `most`; return `value`. Constant time."""
     known[name] = value
     known.move_to_end(name)
     if len(known) > most:

@@ -1,4 +1,4 @@
-"""A part of a trace as its maker has it: when all of its times are known, with an id that was chosen before."""
+"""A span of a trace, made once all its times are known, with an id that was chosen before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Value = str | int | float | bool
 
 
 class Span(NamedTuple):
-    """Times are CLOCK_MONOTONIC nanoseconds; `parent` 0: it begins its trace."""
+    """Times are CLOCK_MONOTONIC nanoseconds; `parent` 0: it is the root of its trace."""
 
     name: str
     trace: int
@@ -17,7 +17,7 @@ class Span(NamedTuple):
     parent: int
     start_ns: int
     end_ns: int
-    attributes: Mapping[str, Value | None]  # None: not known
+    attributes: Mapping[str, Value | None]  # None: unknown
     kind: Literal["INTERNAL", "SERVER", "CLIENT"] = "INTERNAL"
-    error: str = ""  # its class; empty: it went well
+    error: str = ""  # its class; empty: success
     events: Sequence[tuple[str, int, Mapping[str, Value]]] = ()

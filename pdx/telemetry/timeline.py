@@ -1,7 +1,7 @@
-"""The moments of one transfer, by name, and what is computed from them. No clock and no I/O here.
+"""The moments of one transfer, by name, and the durations computed from them. No clock and no I/O here.
 
-All times are CLOCK_MONOTONIC nanoseconds of one host, so moments of different processes compare; the proxy converts
-those of other hosts (see `pdx.proxy.timelines` for the error).
+All times are CLOCK_MONOTONIC nanoseconds of one host, so moments of different processes are comparable; the proxy
+converts those of other hosts (see `pdx.proxy.timelines` for the error).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import msgspec
 
 
 class Event(StrEnum):
-    """Moments in the order they happen; the comment says who sees them."""
+    """Moments in the order in which they happen; the comment says which process records each."""
 
     RECEIVED = "received"  # proxy: the client's request is parsed
     PREFILL_SENT = "prefill_sent"  # proxy: the prefill leg starts
     ADMITTED = "admitted"  # prefill scheduler: slots granted; tokens = tokens reused from the store
-    NEAR = "near"  # a node of it: prefill will end soon
+    NEAR = "near"  # a node of the transfer: prefill will end soon
     PREFILL_END = "prefill_end"  # prefill worker: last step's forward done; nbytes = gathered by then
     ACROSS = "across"  # prefill's node, at prefill end: nbytes = what the decode's node had acknowledged by then
     SEALED = "sealed"  # prefill worker: everything gathered and sealed; nbytes = gathered in all
@@ -45,22 +45,22 @@ class Moment(msgspec.Struct, frozen=True):
 
 
 class Breakdown(msgspec.Struct, frozen=True):
-    """Where one request's time went; None where a moment was not seen."""
+    """Where one request's time went; None if a moment was not recorded."""
 
     prefill_ms: float | None
     handoff_ms: float | None  # prefill end -> the decode engine may run
     load_ms: float | None
     first_decode_ms: float | None  # may run -> first byte of the decode leg
     push_ms: float | None  # prefill end -> everything is on the decode's node, 0 if it was before; None: no wire
-    push_lead_ms: float | None  # the other way round: how long everything was there before prefill's end
+    push_lead_ms: float | None  # the reverse: how long before prefill's end everything was there
     moved_bytes: int  # gathered by the prefill engine
     pushed_bytes: int  # sent from node to node
-    hidden_share: float | None  # bytes where decode finds them when prefill ended / bytes in all that had to get there
+    hidden_share: float | None  # bytes that were where decode finds them when prefill ended / all bytes to get there
     reused_tokens: int
 
 
 def breakdown(moments: list[Moment]) -> Breakdown:
-    """Sum up a timeline. With several shards, the last one to see an event decides, bytes add up."""
+    """Sum up a timeline. With several shards, the last one to record an event decides, and bytes add up."""
     last: dict[str, Moment] = {}
     nbytes: dict[str, int] = {}
     for moment in moments:
@@ -91,12 +91,12 @@ def breakdown(moments: list[Moment]) -> Breakdown:
 
 
 def phases(moments: list[Moment], now_ns: int) -> list[float]:
-    """How many milliseconds a request was in the queue, was prefilled, handed over and decoded, as far as it has come;
-    what it is in lasts until now. One after the other, as its client sees it: copies go on beside prefill, and a decode
-    leg may wait meanwhile.
+    """The milliseconds that a request was queued, prefilled, handed over and decoded, as far as it has come; its
+    present phase lasts until now. Phases follow each other as the client sees it: copies run beside prefill, and a
+    decode leg may wait meanwhile.
 
-    An engine that tells of no admission is in prefill from when it was asked, once that is over. One that serves alone
-    prefills until its first byte.
+    For an engine that reports no admission, prefill begins when it was asked, once prefill is over. One that serves
+    alone prefills until its first byte.
     """
     last: dict[str, int] = {}
     for moment in moments:
@@ -121,6 +121,6 @@ def phases(moments: list[Moment], now_ns: int) -> list[float]:
 
 
 def _hidden_share(nbytes: dict[str, int]) -> float | None:
-    """Of what was pushed, or (without a push) of what was gathered; None where that is nothing."""
+    """The share of pushed bytes, or without a push of gathered ones; None if there are none."""
     done, total = (Event.ACROSS, Event.PUSHED) if Event.PUSHED in nbytes else (Event.PREFILL_END, Event.SEALED)
     return nbytes.get(done, 0) / nbytes[total] if nbytes.get(total) else None

@@ -1,9 +1,9 @@
 """Spans: when which layers of which transfer were computed, gathered, written to a peer and scattered.
 
-Off unless a folder is named (`trace_folder`). Every process that records has a file of its own there, one
-JSON array per line, written in batches; the folder's file `on` switches all of them while they run: they record as long
-as it begins with "1", so `switch` and a shell's `echo 1 > on` do the same. Times are CLOCK_MONOTONIC nanoseconds of one
-host, as in `pdx.telemetry.timeline`.
+Off unless a folder is named (`trace_folder`). Every recording process has a file of its own there, one JSON array per
+line, written in batches. The folder's file `on` switches all of them while they run: they record as long as it begins
+with "1", so `switch` and a shell's `echo 1 > on` do the same. Times are CLOCK_MONOTONIC nanoseconds of one host, as in
+`pdx.telemetry.timeline`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16  # spans in memory
 MAX_FILE_BYTES = 64 << 20
-MAX_FILES = 1024  # of one folder
+MAX_FILES = 1024  # in one folder
 MAX_LINE_BYTES = 4096
-_SWITCHED = (b"", b"0", b"1")  # all that a switch says
+_SWITCHED = (b"", b"0", b"1")  # all valid contents of a switch
 
 _Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Name = Annotated[str, Meta(max_length=512)]
 
 
 class Lane(StrEnum):
-    """What went on; the comment says who sees it, and from when to when."""
+    """A kind of activity; the comment says which process records it, and from when to when."""
 
     PREFILL = "prefill"  # a worker of the prefill engine: from hook to hook, without the gather between them on a CPU
     GATHER = "gather"  # the same: pages to slots. CPU: the copy; GPU: from queueing it to having seen its end
-    WIRE = "wire"  # the prefill's node: from handing a write to its channel to its acknowledgement
+    WIRE = "wire"  # the prefill's node: from handing a write to its channel to its acknowledgment
     DISK_STORE = "disk_store"  # a node: one chunk, arena to file; the transfer of these and of the next is mostly ""
     DISK_LOAD = "disk_load"  # the same, file to arena
     REMOTE_STORE = "remote_store"  # the same, arena to the remote store
@@ -56,9 +56,9 @@ class Lane(StrEnum):
 class TraceSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Layers [first_layer, first_layer + num_layers) of one transfer were in this lane from `start_ns` to `end_ns`.
 
-    A prompt that is computed in several steps has spans of each, and what comes after the last layer's hook is another
-    span of that layer. `nbytes` is what of this transfer was moved, 0 in the prefill lane. `who` recorded it: a node's
-    name, or `engine/shard`.
+    A prompt that is computed in several steps has spans of each step, and the time after the last layer's hook is
+    another span of that layer. `nbytes`: bytes of this transfer that were moved, 0 in the prefill lane. `who` recorded
+    the span: a node's name, or `engine/shard`.
     """
 
     lane: Lane
@@ -72,16 +72,16 @@ class TraceSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Tracer(Closing):
-    """One process's spans. Any thread may record and flush; `_writing` is held by the one that writes.
+    """One process's spans. Any thread may record and flush; the writing thread holds `_writing`.
 
-    Nothing here fails once it is open: spans that cannot be kept or written are counted (`num_dropped`), with one
+    Once it is open, nothing here fails: spans that cannot be kept or written are counted (`num_dropped`), with one
     warning.
     """
 
     def __init__(self, folder: Path, who: str) -> None:
-        """Makes FOLDER/<who>-<pid>-<n>.spans, and the folder's switch, off, if there is none.
+        """Make FOLDER/<who>-<pid>-<n>.spans, and the folder's switch, off, if there is none.
 
-        :raises ConfigError: no such folder, somebody else may enter it, or nothing can be written there.
+        :raises ConfigError: there is no such folder, others may enter it, or it cannot be written.
         """
         check_trace_folder(folder)
         with contextlib.ExitStack() as undo:
@@ -102,8 +102,8 @@ class Tracer(Closing):
 
     @property
     def is_on(self) -> bool:
-        """Whether spans are asked for now: reads one byte, with a system call, because touching a mapped file that
-        somebody has just shortened ends the process."""
+        """Whether spans are wanted now: reads one byte with a system call, because touching a mapped file that has just
+        been truncated would end the process."""
         try:
             return self._is_open and os.pread(self._switch, 1, 0) == b"1"
         except OSError:  # closed just now by another thread, or the folder's file system is gone
@@ -112,15 +112,15 @@ class Tracer(Closing):
     def span(
         self, lane: Lane, transfer: str, first_layer: int, num_layers: int, start_ns: int, end_ns: int, nbytes: int
     ) -> None:
-        """Note a span; nothing is written. Only while `is_on`, which the caller asks as often as it sees fit."""
+        """Record a span in memory. Only while `is_on`, which the caller checks as often as it sees fit."""
         if len(self._spans) >= MAX_PENDING:
             self._drop(1, f"more than {MAX_PENDING} were waiting to be written")
             return
         self._spans.append(TraceSpan(lane, transfer, first_layer, num_layers, start_ns, end_ns, nbytes, self._who))
 
     def flush(self, at_least: int = 1) -> None:
-        """Write what was recorded, if it is so many spans. Where another thread is writing, that one or the next flush
-        does it."""
+        """Write the recorded spans if there are `at_least` so many. If another thread is writing, that thread or the
+        next flush does it."""
         while len(self._spans) >= at_least and self._writing.acquire(blocking=False):
             try:
                 self._write()
@@ -128,7 +128,7 @@ class Tracer(Closing):
                 self._writing.release()
 
     def close(self) -> None:
-        """Write what is left and end. Spans that come later are lost. Idempotent."""
+        """Write remaining spans and close. Later spans are lost. Idempotent."""
         with self._writing:
             if self._is_open:
                 self._write()
@@ -140,7 +140,7 @@ class Tracer(Closing):
         spans = [self._spans.popleft() for _ in range(len(self._spans))]
         lines = _encoder.encode_lines(spans)
         if not self._is_open or len(lines) > self._room_bytes:
-            self._room_bytes = 0  # no line behind the ones that are missing
+            self._room_bytes = 0  # no line may follow the missing ones
             self._drop(len(spans), f"{self.path} is closed, or {MAX_FILE_BYTES >> 20} MiB long")
             return
         self._room_bytes -= len(lines)
@@ -149,7 +149,7 @@ class Tracer(Closing):
             while left:
                 left = left[os.write(self._file, left) :]
         except OSError as error:
-            self._room_bytes = 0  # a line may be there in part: nothing may come behind it
+            self._room_bytes = 0  # a line may be cut off: nothing may follow it
             self._drop(len(spans), f"{self.path}: {error.strerror}")
 
     def _drop(self, count: int, why: str) -> None:
@@ -160,7 +160,7 @@ class Tracer(Closing):
 
 
 def trace_folder(setting: str) -> Path | None:
-    """Where spans are recorded (`pdx.telemetry.trace`): the setting, else PDX_TRACE, else nowhere.
+    """The folder where spans are recorded: the setting, else PDX_TRACE, else None.
 
     :raises ConfigError: there is no such folder, or others may enter it.
     """
@@ -179,7 +179,7 @@ def check_trace_folder(folder: Path) -> None:
 
 
 def tracer_for(setting: str, who: str) -> Tracer | None:
-    """The tracer that a `trace` setting asks for; None: there is nothing to be recorded, ever.
+    """The tracer for a `trace` setting; None: spans are never recorded.
 
     :raises ConfigError: see `Tracer`.
     """
@@ -188,9 +188,9 @@ def tracer_for(setting: str, who: str) -> Tracer | None:
 
 
 def switch(folder: Path, on: bool) -> None:
-    """Have all processes that record in this folder do so from now on, or stop. Before they are started, too.
+    """Switch recording on or off for all processes with this folder, including those not started yet.
 
-    :raises ConfigError: no such folder, somebody else may enter it, or its switch cannot be written.
+    :raises ConfigError: there is no such folder, others may enter it, or its switch cannot be written.
     """
     check_trace_folder(folder)
     path = folder / "on"
@@ -207,10 +207,10 @@ def switch(folder: Path, on: bool) -> None:
 
 
 def read(folder: Path) -> list[TraceSpan]:
-    """All spans in the folder, the earliest start first. A last line without its end is still being written: left out.
+    """All spans in the folder, the earliest start first. A last line without its end, still being written, is left out.
 
-    :raises ConfigError: no such folder.
-    :raises ProtocolError: a file is not what a `Tracer` writes, or there are too many; the text names it.
+    :raises ConfigError: there is no such folder.
+    :raises ProtocolError: a file is not a `Tracer`'s, or there are too many; the text names it.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder with spans")
