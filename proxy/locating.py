@@ -41,6 +41,7 @@ _TOKENIZED = {  # request fields that affect tokenization
         *("continue_final_message", "add_special_tokens", "mm_processor_kwargs"),
     ),
 }
+_UNTOLD = ("truncate_prompt_tokens", "documents", "reasoning_effort")  # these do, too, and /tokenize ignores them
 # In messages: content that an engine would fetch or process again, and that is in no key computed here.
 _MEDIA = re.compile(rb'"(?:input_)?(?:image|audio|video|file)[a-z_]*"\s*:')
 
@@ -96,8 +97,8 @@ class Locating:
     async def _found(self, exchange: Exchange, engines: Sequence[Engine]) -> Prompt | None:
         models = {base_url(model.url): model for model in self._instances.models() if model.url}
         able = [engine for engine in engines if engine.url in models]
-        is_cut = exchange.body.get("truncate_prompt_tokens") is not None  # a truncated prompt has other chunks
-        if exchange.route not in _TOKENIZED or not able or self._chunks is None or is_cut:
+        is_untold = any(exchange.body.get(name) is not None for name in _UNTOLD)
+        if exchange.route not in _TOKENIZED or not able or self._chunks is None or is_untold:
             return None
         engine = min(able, key=self._asked_first)
         if exchange.model in self._health.of(engine.url).adapters:  # an adapter's chunks have other keys

@@ -249,12 +249,14 @@ async def test_the_pace_is_of_prompts_that_were_computed(more, status, is_known)
         assert any(engine.tokens_s for engine in (await made.overview()).engines) == is_known
 
 
-async def test_pictures_are_not_looked_at_once_more_for_their_tokens():
+async def test_engines_are_asked_for_no_tokens_that_would_be_other_ones_or_cost_a_look_at_a_picture():
+    """vLLM's /tokenize has neither documents nor a reasoning effort, which chat templates write into the prompt."""
     async with pairs() as made:
         load(made)
         parts = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
-        for content in ("hello", parts):
-            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+        others = ({"reasoning_effort": "high"}, {"documents": [{"text": "x"}]})
+        for content, more in (("hello", {}), (parts, {}), *(("hello", other) for other in others)):
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, **more}
             assert (await made.post(CHAT, body))[0] == 200
         (asked,) = [each for engine in (*made.prefills, *made.decodes) for each in engine.tokenized]
         assert asked[0]["messages"][0]["content"] == "hello"
