@@ -244,11 +244,8 @@ def reuse(old: Path, path: Path) -> None:
     try:
         _make_folder(path.parent)
         os.rename(old, path.with_suffix(PARTIAL))
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        kind = _WRITE_KINDS.get(error.errno or 0, "write_failed")
-        raise TierError(f"{old} cannot be written anew: {error.strerror}", kind) from error
+    except OSError:  # the disk may have room for a folder only when the file is gone
+        remove(old)
 
 
 def is_gone(path: Path) -> bool:
