@@ -81,6 +81,14 @@ def test_the_cap_is_kept_where_blocks_are_not_of_4_kib(tmp_path):
         assert bed.load(99) is None
 
 
+@pytest.mark.parametrize("says", [1024, 1 << 20])
+def test_files_are_charged_what_they_take_where_a_fake_file_system_says_larger_blocks(tmp_path, monkeypatch, says):
+    """As NFS and CephFS do: a file of 36 KiB was charged four megabytes there."""
+    real = tuple(os.statvfs(tmp_path))
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((says, says, *real[2:])))
+    assert folder.block_bytes(tmp_path) == min(says, 4096)
+
+
 @pytest.mark.parametrize("block_bytes", [512, 1024, 4096, 65_536, 1 << 20])
 @pytest.mark.parametrize("nbytes", [1, 4096, 100 << 10, 33 << 20, 1 << 30])
 def test_a_file_is_charged_whole_blocks_and_a_list_of_them(nbytes, block_bytes):

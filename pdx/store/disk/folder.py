@@ -178,8 +178,8 @@ class Folder:
 
 
 def block_bytes(root: Path) -> int:
-    """In how many bytes files grow on the disk. Where nothing can be written, as the file system says it, which does
-    not know of clusters.
+    """In how many bytes files grow on the disk. Where nothing can be written, or nothing was, as the file system says it:
+    that does not know of clusters, and says megabytes on NFS and CephFS.
 
     :raises OSError: there is no such folder.
     """
@@ -194,7 +194,9 @@ def block_bytes(root: Path) -> int:
             takes = os.fstat(fd).st_blocks * 512
         finally:
             os.close(fd)
-    return takes if max(block, HEADER_BYTES) < takes <= _MOST_BLOCK_BYTES else block
+    if not HEADER_BYTES <= takes <= _MOST_BLOCK_BYTES:
+        return block
+    return min(block, takes) if takes == HEADER_BYTES else takes
 
 
 def takes_direct(root: Path) -> bool:
