@@ -110,10 +110,15 @@ def _locked(path: Path, taken: Callable[[str], PdxError], may_be_read_only: bool
             raise ConfigError(f"{name} is there and is no lock of PDX; remove it, or name another place than {path}")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except OSError as error:
             owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
             os.close(fd)
-            raise taken(owner) from error
+            if isinstance(error, BlockingIOError):
+                raise taken(owner) from error
+            if not is_written:  # NFS locks only what can be written
+                return None, False
+            what = "use a file system that has locks (Lustre: mount it with -o flock)"
+            raise ConfigError(f"{name} cannot be locked: {error.strerror}; {what}") from error
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), os.stat(name, follow_symlinks=False)):
                 return fd, is_written

@@ -1,5 +1,6 @@
 """The lock beside a socket: one owner, who is named to whoever comes second."""
 
+import errno
 import fcntl
 import os
 import socket
@@ -19,6 +20,13 @@ with owned(Path(sys.argv[1]), RuntimeError):
     print("owned", flush=True)
     sys.stdin.read()
 """
+
+
+def failing(number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def test_a_path_has_one_owner_as_long_as_that_lives(tmp_path):
@@ -66,6 +74,26 @@ def test_a_lock_that_was_removed_in_the_same_moment_is_taken_anew(tmp_path, monk
         assert lock.read_text() == str(os.getpid())
         with pytest.raises(NodeRunning), owned(path, NodeRunning):
             pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_fake_file_system_without_locks_is_said(tmp_path, monkeypatch, number):
+    """As Lustre may be mounted."""
+    monkeypatch.setattr(fcntl, "flock", failing(number))
+    with pytest.raises(ConfigError, match="flock"), owned(tmp_path / "tier", NodeRunning):
+        pass
+
+
+def test_what_is_read_only_is_nobodys_where_a_fake_file_system_locks_only_what_is_written(tmp_path, monkeypatch):
+    """As NFS does."""
+    (tmp_path / "tier.lock").touch()
+    real = os.open
+    monkeypatch.setattr(fcntl, "flock", failing(errno.EBADF))
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, *mode: (failing(errno.EROFS) if flags & os.O_RDWR else real)(path, flags, *mode)
+    )
+    with owned(tmp_path / "tier", NodeRunning, may_be_read_only=True) as lock:
+        assert (lock.is_held, lock.is_written) == (False, False)
 
 
 def test_only_a_socket_is_removed(tmp_path):

@@ -178,8 +178,8 @@ class Folder:
 
 
 def block_bytes(root: Path) -> int:
-    """In how many bytes files grow on the disk. Where nothing can be written, or nothing was, as the file system says it:
-    that does not know of clusters, and says megabytes on NFS and CephFS.
+    """In how many bytes files grow on the disk. Where nothing can be written, or nothing was, as the file system says
+    it, which does not know of clusters, and says megabytes where it is NFS or CephFS.
 
     :raises OSError: there is no such folder.
     """
