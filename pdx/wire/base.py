@@ -1,4 +1,4 @@
-"""What the messages are made of: bounded numbers, texts and lists, and the base of all of them."""
+"""The parts of messages: bounded numbers, texts and lists, and the base class of all messages."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
 
 
 def check_groups(keys: int, groups: int) -> None:
-    """:raises ProtocolError: so many keys are not as many of each cache group."""
+    """:raises ProtocolError: the keys are not equally many for each cache group."""
     if groups and keys % groups:
         raise ProtocolError(f"{keys} keys of {groups} cache groups")
 
 
 def check_slots(keys: int, shards: int) -> None:
-    """:raises ProtocolError: so many keys have more slots than one answer holds."""
+    """:raises ProtocolError: the keys have more slots than one answer holds."""
     if keys * shards > MAX_SLOTS:
         raise ProtocolError(f"{keys} keys of {shards} shards are more than {MAX_SLOTS} slots")

@@ -10,7 +10,7 @@ BURST_S = 0.02
 
 
 def burst(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """At least one step, at most 256, and no further one once 20 ms are over."""
+    """Yield for each step: at least one, at most 256, and no further one after 20 ms."""
     deadline = clock() + BURST_S
     for _ in range(BURST):
         yield

@@ -1,9 +1,9 @@
-"""What applications say of the future of chunks: one versioned envelope, and what became of each of its fields.
+"""Applications' hints about the future of chunks: one versioned envelope, and the outcome of each of its fields.
 
     {"version": 1, "session": "chat 7", "priority": 5, "reuse_s": 60, "lease_s": 120}
 
-It comes from outside, so that nothing of it is believed before `parse`: a field that makes no sense is refused by name,
-and costs its request nothing. Nodes are told the rest as `Hints`, and answer with a `Verdict` for each field.
+It comes from outside, so nothing of it is trusted before `parse`: a field that makes no sense is refused by name, and
+costs its request nothing. Nodes get the rest as `Hints`, and answer with a `Verdict` for each field.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ Codec = Literal["none", "fp8", "int8"]
 Memory = Literal["host", "gpu"]
 Reuse = Annotated[str, Meta(pattern=r"^(moved|blended:[01]\.[0-9]{4}:[0-9a-f]{16})\Z")]
 
-FormText = Annotated[str, Meta(max_length=96)]  # of a `pdx.memory.form.Form`; whoever encodes by it parses it
+FormText = Annotated[str, Meta(max_length=96)]  # of a `pdx.memory.form.Form`; the encoder parses it
 
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,31}")
-OWN = ""  # in `Hints.prefetch` and `Hints.demote`: what the request, or whoever advises, names itself
+OWN = ""  # in `Hints.prefetch` and `Hints.demote`: the chunks of the request, or of the `Advise`, itself
 
 
 class Hints(msgspec.Struct, array_like=True, frozen=True):
-    """What a request knows of the future of its chunks; the store keeps and evicts by it."""
+    """What a request knows about the future of its chunks; the store keeps and evicts by it."""
 
     session: Annotated[str, Meta(max_length=64)]  # requests of one session share their beginning; empty: none
     priority: Annotated[int, Meta(ge=0, le=9)] = 0  # more is more important
-    reuse_s: Seconds = 0.0  # after which the chunks are expected to be wanted again; 0: not known
+    reuse_s: Seconds = 0.0  # the chunks are expected to be wanted again after this; 0: not known
     salt: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""  # the tenant: a digest of the cache salt; empty: none
-    ttl_s: Seconds = 0.0  # after which they are forgotten; 0: no such time
-    lease_s: Seconds | None = None  # for which they are not evicted; 0: a lease on them ends; None: not said
+    ttl_s: Seconds = 0.0  # they are forgotten after this; 0: no limit
+    lease_s: Seconds | None = None  # they are not evicted for this; 0: a lease on them ends; None: not set
     prefetch: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_NAMED)] = []  # sessions, or OWN
     demote: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_NAMED)] = []  # likewise
-    codec: Codec | None = None  # by which they are stored below memory, as a request asks for it; None: not said
-    form: FormText = ""  # what an engine has made of that: how much of them is left there; empty: all, exactly
+    codec: Codec | None = None  # for storing them below memory, as a request asks for it; None: not set
+    form: FormText = ""  # the engine's translation of `codec`: the form they keep there; empty: exact
     prefetch_to: Memory | None = None  # where `prefetch` loads to; None: the node's first arena
-    reuse: Reuse | None = None  # what is found of a request beside its beginning: nodes are not told
+    reuse: Reuse | None = None  # what a request finds beside its prefix; nodes are not told
 
     @property
     def asks(self) -> list[str]:
@@ -61,7 +61,7 @@ class Hints(msgspec.Struct, array_like=True, frozen=True):
         return said + [name for name in ("codec", "prefetch_to", "reuse") if getattr(self, name) is not None]
 
     def as_object(self) -> dict[str, Any]:
-        """The envelope that says the same, but for the salt, which a request has a field of its own for."""
+        """The envelope that says the same, without the salt, for which requests have a field of their own."""
         said = {name: value for name, value in msgspec.structs.asdict(self).items() if value != _DEFAULTS[name]}
         for own in ("salt", "form"):
             said.pop(own, None)
@@ -76,7 +76,7 @@ _DEFAULTS: dict[str, Any] = msgspec.structs.asdict(NO_HINTS)
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """What became of one field; `value`: what it was clipped to, `text`: why, in words."""
+    """The outcome of one field; `value`: what it was clipped to, `text`: why, in words."""
 
     field: Annotated[str, Meta(max_length=32)]
     outcome: Outcome
@@ -85,7 +85,7 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def told(self) -> str:
-        """In a sentence."""
+        """The verdict in words."""
         value = f" to {self.value}" if self.value else ""
         return f"{self.outcome}{value}: {self.text}" if self.text else f"{self.outcome}{value}"
 
@@ -100,9 +100,9 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """An envelope that was parsed: `said` names the fields that it had, `decided` has the answer to those of which
-    nodes are not told, or not all. `form`: how its engine keeps its chunks apart from those of exact requests, beside
-    `Hints.form`; empty: not at all."""
+    """A parsed envelope: `said` names the fields that it had, `decided` has the verdicts on those that nodes do not
+    get, or not in full. `form`: beside `Hints.form`, by which the engine keeps its chunks apart from those of exact
+    requests; empty: none."""
 
     hints: Hints = Hints("")
     said: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ class Envelope(msgspec.Struct, frozen=True):
     form: str = ""
 
     def within(self, most_priority: int) -> Envelope:
-        """The same, which asks for no more priority than that."""
+        """The same envelope with at most that priority."""
         if self.hints.priority <= most_priority:
             return self
         text = "more is above --client-priority"
@@ -119,9 +119,9 @@ class Envelope(msgspec.Struct, frozen=True):
         return Envelope(hints, self.said, (*self.decided, clipped))
 
     def answer(self, verdicts: Iterable[Verdict]) -> list[Verdict]:
-        """What became of each field that was said, in their order. `verdicts`: of the nodes.
+        """The outcome of each field in `said`, in its order. `verdicts`: the nodes'.
 
-        A field that asks for nothing (as `"prefetch": false`) is accepted.
+        A field that asks for nothing (such as `"prefetch": false`) is accepted.
         """
         found = {name: Verdict(name, "refused", "no node has answered to it") for name in self.hints.asks}
         found.update((verdict.field, verdict) for verdict in (*worst(verdicts), *self.decided))
@@ -129,7 +129,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 def worst(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """One for each field: that of the part that got least of it."""
+    """The worst verdict on each field."""
     found: dict[str, Verdict] = {}
     order = ("accepted", "clipped", "refused")
     for verdict in verdicts:
@@ -140,7 +140,7 @@ def worst(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def tenant(salt: str | None) -> bytes:
-    """What nodes call the requests with this cache salt; empty: the common tenant, of all that have none."""
+    """The nodes' name for requests with this cache salt; empty: the common tenant, of all requests without one."""
     return hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest() if salt else b""
 
 
@@ -161,10 +161,10 @@ _WHY = {"prefetch_to": "it is host or gpu: another tier is no memory that chunks
 
 
 def parse(envelope: Any, salt: str | None = None) -> Envelope:
-    """An envelope as it came from outside; `salt`: the cache salt of its request. Never fails.
+    """Parse an envelope from outside; `salt`: the cache salt of its request. Never fails.
 
     Fields that this version does not have, or whose values make no sense, are refused by name; an envelope of another
-    version, of too many fields, or that is no object, is refused as a whole.
+    version, with too many fields, or that is no object, is refused as a whole.
     """
     nobody = Hints("", salt=tenant(salt))
     if envelope is None:
@@ -197,7 +197,7 @@ def parse(envelope: Any, salt: str | None = None) -> Envelope:
 
 
 def _shown(text: str, most: int) -> str:
-    """A client has chosen it, and it is shown in logs and headers."""
+    """A client's text, made safe for logs and headers."""
     return "".join(one if one.isprintable() else "?" for one in text[:most])
 
 

@@ -1,11 +1,11 @@
-"""Events of a KV cache, as vLLM publishes them over ZMQ: which blocks came, and which went.
+"""Events of a KV cache, as vLLM publishes them over ZMQ: which blocks were stored or removed.
 
-A message has three frames: the topic, a number of 8 bytes, and a batch in msgpack. Numbers grow by one. Who has missed
-some sends the first that he lacks to another socket, a ROUTER, and gets the batches from there on, as they are still
-kept, and at last the number -1 with an empty batch.
+A message has three frames: the topic, a sequence number of 8 bytes, and a batch in msgpack. Numbers grow by one. A
+subscriber that has missed some sends the first missing number to another socket, a ROUTER, and gets all batches from
+there on that are still kept, and finally the number -1 with an empty batch.
 
-A block is named by the engine's chained hash of it: the last 64 bits as a number, or the bytes. What is written here is
-the form of vLLM 0.33, which readers of others take as well. What is read is also in the forms of its releases before:
+A block is named by the engine's chained hash of it: the last 64 bits as a number, or the bytes. Batches are written in
+the form of vLLM 0.33, which readers of other releases accept. They are read in the forms of earlier releases, too:
 batches and events as arrays or as maps, answers of two frames.
 """
 
@@ -26,8 +26,8 @@ Hash = int | bytes
 
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
-    """These blocks came into a place (`medium` and `locality`), one behind the other; the first one behind
-    `parent_block_hash`. `group_idx`: their cache group, which is of such a kind; None: not known."""
+    """These consecutive blocks were stored in a place (`medium` and `locality`); the first one follows
+    `parent_block_hash`. `group_idx`: their cache group, of kind `kv_cache_spec_kind`; None: not known."""
 
     block_hashes: Sequence[Hash]
     parent_block_hash: Hash | None
@@ -42,7 +42,7 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, gc=False):
-    """These blocks are not in a place any more."""
+    """These blocks are no longer in a place."""
 
     block_hashes: Sequence[Hash]
     medium: str | None = None
@@ -51,20 +51,20 @@ class BlockRemoved(msgspec.Struct, tag=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """No block is in any place."""
+    """No place has any block."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """`ts`: seconds since 1970. Events count in their order."""
+    """`ts`: seconds since 1970. Events apply in order."""
 
     ts: float
     events: Sequence[KvEvent]
 
 
-_FIELDS: dict[str, tuple[str, ...]] = {  # of events as arrays, which have others behind these
+_FIELDS: dict[str, tuple[str, ...]] = {  # of events as arrays, which may have more behind these
     BlockStored.__name__: BlockStored.__struct_fields__[:7],
     BlockRemoved.__name__: BlockRemoved.__struct_fields__[:2],
     AllBlocksCleared.__name__: (),
@@ -78,7 +78,7 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 
 def encode_whole(ts: float, pieces: Sequence[bytes], count: int) -> bytes:
-    """One batch of `count` events that were encoded before, so that no call takes long."""
+    """One batch of `count` events that were encoded before (`encode_events`), so that no call takes long."""
     return b"".join((b"\x92", _encoder.encode(ts), b"\xdd", count.to_bytes(4, "big"), *pieces))
 
 

@@ -1,8 +1,8 @@
-"""What sessions say to a node, and what it answers. Between a node and the proxy: `pdx.wire.proxy`.
+"""The messages of sessions to a node, and its answers. Between a node and the proxy: `pdx.wire.proxy`.
 
-A session is a process of this host or a peer, another node. Both speak one protocol: they attach, ask for leases and
-room, fill, give back, push; `RIGHTS` says which kind of session may say what. A node and its peer are each a session
-of the other, over one connection.
+A session is a process of this host, or a peer: another node. Both speak one protocol: they attach, ask for leases and
+room, fill, release, push; `RIGHTS` says which kind of session may send what. A node and its peer are each a session of
+the other, over one connection.
 
 Wire format: msgpack arrays, coded by msgspec against the types below; every number, string and list is
 bounded on decode, so a message that decodes is one the receiver can act on. One ZMQ frame is one envelope.
@@ -60,7 +60,7 @@ MAX_FRAME_BYTES = 4 << 20
 
 
 class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
-    """What an engine's own configuration adds to every request, and no request shows: told to the proxy."""
+    """What an engine's own configuration adds to every request, not visible in any: reported to the proxy."""
 
     max_model_len: Count  # tokens of prompt and answer together
     max_new_tokens: Count = 0  # no answer is longer, whatever a request asks for; 0: no such cap
@@ -73,9 +73,9 @@ class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
 
 class Hello(Message, frozen=True):
     """Attach this process, or this node as a peer. `engine` groups the processes of one engine; a worker writes
-    `shards` shards of its chunks, from `shard` on (0: another one writes what it reads); those of a second pipeline
-    stage follow those of the first. A peer says its life (`epoch`), its running kernel (`host`), its channels and the
-    `layouts` of its engines."""
+    `shards` shards of its chunks, from `shard` on (0: another worker writes what it reads); the shards of a second
+    pipeline stage follow those of the first. A peer says its life (`epoch`), its host's running kernel (`host`), its
+    channels and the `layouts` of its engines."""
 
     version: Count
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -87,24 +87,24 @@ class Hello(Message, frozen=True):
     role: Literal["prefill", "decode", "both"] = "both"
     url: Name = ""  # where the engine serves HTTP, told to the proxy
     layout: Layout = b""  # what its chunks mean
-    shape: Shape = {}  # its fields, those that all cache groups have alike, and more that is in keys, as text
+    shape: Shape = {}  # as text: the fields that all cache groups share, and more that keys depend on
     facts: EngineFacts | None = None
     gpu: GpuId = ""  # of a worker's KV cache: its chunks lie in the node's arena on that GPU, if there is one
     epoch: Number = 0
     host: HostId = ""
     schemes: Schemes = []
     layouts: Layouts = []
-    groups: Annotated[list[Shape], Meta(max_length=MAX_GROUPS)] = []  # of several cache groups the fields of each
+    groups: Annotated[list[Shape], Meta(max_length=MAX_GROUPS)] = []  # with several cache groups, the fields of each
 
 
 class Bye(Message, frozen=True):
-    """Detach: this session writes nothing any more, now and ever, and maps nothing."""
+    """Detach: this session will never write again, and maps nothing."""
 
 
 class Ping(Message, frozen=True):
-    """Heartbeat; `running` is the engine's number of unfinished requests, `degraded` what it did without since.
-    `chunk_s`: how long the engine computes for the tokens of a chunk, `load_s`: how long it copies a chunk into its KV
-    cache, as measured; 0: not known. `keyed`: the fingerprint that it makes keys with now; empty: its layout's."""
+    """Heartbeat; `running` is the engine's number of unfinished requests, `degraded` counts what it did without PDX
+    since. `chunk_s`: the measured time to compute a chunk's tokens, `load_s`: to copy a chunk into the KV cache; 0: not
+    known. `keyed`: the fingerprint that it makes keys with now; empty: its layout's."""
 
     running: Count = 0
     degraded: Annotated[dict[Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")], Count], Meta(max_length=32)] = {}
@@ -114,10 +114,10 @@ class Ping(Message, frozen=True):
 
 
 class Expect(Message, frozen=True):
-    """The engine's `request` waits for its turn and will ask for these `keys`, in each of so many shards: what of them
-    is in a tier below is loaded ahead, and what is here is evicted last. Over when it asks (`Admit.request`); without
-    keys: it is over before that, and what is being loaded for it alone is given up. `groups`: of the keys of several
-    cache groups, as in `Admit`; loaded is what the longest part of the prompt needs that memory and tiers have.
+    """The engine's `request` waits for its turn and will ask for these `keys`, in each of so many shards: those in a
+    tier below are loaded ahead, those here are evicted last. This ends when it asks (`Admit.request`), or by a message
+    without keys, which also gives up loads for it alone. `groups`: for keys of several cache groups, as in `Admit`;
+    then what the longest part of the prompt needs that memory and tiers have is loaded.
 
     `Done.count` is 1 if it is heeded.
     """
@@ -129,12 +129,12 @@ class Expect(Message, frozen=True):
 
 
 class Push(Message, frozen=True):
-    """Copy chunks to a peer; fields as in `Admit`. `Done.count` says how many of them go, or are on their way.
+    """Copy chunks to a peer; fields as in `Admit`. `Done.count` says how many of them are sent, or in flight.
 
     From a process: sealed chunks, to `peer`. From a peer: to itself, the leading run of these keys and, of a
-    `transfer`, also what is still being filled; a `Done` of 0 may take it back later. `groups`: from a peer, of the
-    keys of several cache groups, as in `Admit`, what the longest part of the prompt needs that is there. `within_s`:
-    from a peer, what its own tiers load in that time goes, too; 0: what is in memory. `dry_run`: nothing is copied,
+    `transfer`, also what is still being filled; a later `Done` of 0 may withdraw that. `groups`: from a peer, for keys
+    of several cache groups, as in `Admit`: what the longest part of the prompt needs that is there. `within_s`: from a
+    peer: also what this node's own tiers load in that time; 0: only what is in memory. `dry_run`: nothing is copied,
     and `Done.count` says how many leading chunks could be.
     """
 
@@ -150,7 +150,7 @@ class Push(Message, frozen=True):
 class Fill(Message, frozen=True):
     """The sender has filled slices [first_layer, first_layer + layers) of these slots; optionally seal them.
     `Done.count` leaves out those whose reservation ended before: they are not sealed, and given back if `seal`.
-    `blended`: of documents, and this share of what was known of them was computed again (`pdx.blend`)."""
+    `blended`: the chunks are blended from documents, and this share of their known KV was recomputed (`pdx.blend`)."""
 
     slots: Slots
     first_layer: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)] = 0
@@ -160,18 +160,18 @@ class Fill(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """These slots will not be finished. From their writer: and will not be written any more. What is sealed or gone
-    already is passed over. `unused`: from their owner, who never told a writer of them."""
+    """These slots will not be finished; from their writer: nor written any more. Slots that are sealed or gone are
+    skipped. `unused`: from their owner, which has never told a writer of them."""
 
     slots: Slots
     unused: bool = False
 
 
 class Release(Message, frozen=True):
-    """End a lease. From a peer: of what this `Admit` of it was granted it writes nothing more, now and ever.
+    """End a lease. From a peer: it will never write again to what its `Admit` of this number was granted.
 
-    `complete`: all that was granted was written.
-    `request`: it could not load what was leased for it, from chunk `failed_chunk` of its prompt on, and computes that.
+    `complete`: everything granted was written. `request`: this one could not load what was leased for it, from chunk
+    `failed_chunk` of its prompt on, and computes that.
     """
 
     lease: Number
@@ -181,15 +181,15 @@ class Release(Message, frozen=True):
 
 
 class Chosen(Message, frozen=True):
-    """The peer will write by this scheme and no other of those it was welcomed to; before its first `Admit`."""
+    """The peer will write only by this scheme, of those in its `Welcome`. Sent before its first `Admit`."""
 
     scheme: SchemeName
 
 
 class Settle(Message, frozen=True):
-    """From a peer, of chunks that it has pushed here: store them in this tier of the node's, and let memory be free of
-    those that no request has found here; an empty name: they stay in memory. The answer is a `Found`, at once: it is
-    asked again until the tier has them."""
+    """From a peer, about chunks that it has pushed here: store them in this tier of the node's, and free the memory of
+    those that no request has found here; an empty name: they stay in memory. Answered at once, by a `Found`: the peer
+    asks again until the tier has them."""
 
     keys: Keys
     shards: ShardCount = 1
@@ -218,7 +218,7 @@ class Delete(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Give up a transfer: its unsealed slots are aborted and whoever waits for it stops waiting.
+    """Give up a transfer: its unsealed slots are aborted, and requests that wait for it stop waiting.
 
     From a peer: it was to push the transfer, and gave it up before it asked for room.
     """
@@ -227,8 +227,8 @@ class Cancel(Message, frozen=True):
 
 
 class Mark(Message, frozen=True):
-    """A moment in a transfer's timeline (see `pdx.telemetry.timeline` for the events), as the sender saw it. Told on to
-    the proxy by its node with the name of the `engine`; empty: the node itself saw it."""
+    """A moment in a transfer's timeline (see `pdx.telemetry.timeline` for the events), as the sender saw it. The node
+    forwards it to the proxy with the name of the `engine`; empty: the node itself saw it."""
 
     transfer: TransferId
     event: Annotated[str, Meta(max_length=32)]
@@ -242,14 +242,14 @@ class Mark(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Attached. A process maps `arena_path`; every slot of this node is in there while `epoch` stands. `pid`: 0 where
-    the process is in a PID namespace below the node's, which has another number there or none.
+    """Attached. A process maps `arena_path`, which has every slot of this node as long as `epoch` holds. `pid`: 0 if
+    the process is in a PID namespace below the node's, where the node has another number or none.
 
-    If `gpu` is not empty, that file has the tables alone; who needs the data asks at the socket `handover` for it
-    and shows this session's secret `ticket` (`pdx.node.handover`).
+    If `gpu` is not empty, that file has only the tables; a process that needs the data asks for it at the socket
+    `handover` and shows this session's secret `ticket` (`pdx.node.handover`).
 
-    A peer writes to `regions`, one per scheme that both have, and to `probe`, a slot that is there to try them out.
-    The answer to a hello, and to that answer.
+    A peer writes to `regions`, one per scheme that both have, and to `probe`, a slot to try them out. The answer to a
+    `Hello`, and between nodes to that answer, too.
     """
 
     epoch: Number
@@ -276,8 +276,8 @@ class Done(Message, frozen=True):
 class Refused(Message, frozen=True):
     """The request was not carried out; `error` is the name of a class in `pdx.errors`.
 
-    To a peer, of an `Admit`: nothing of it is wanted, also if room was granted before; the peer answers `Release` when
-    nothing of it is under way. Of none: the connection is over.
+    To a peer, about an `Admit`: nothing of it is wanted, even if room was granted before; the peer answers `Release`
+    when nothing of it is in flight. About none: the connection is over.
     """
 
     error: Annotated[str, Meta(max_length=64)]
@@ -285,7 +285,7 @@ class Refused(Message, frozen=True):
 
     @staticmethod
     def of(error: Exception) -> Refused:
-        """That error, told."""
+        """The answer for that error."""
         return Refused(type(error).__name__, str(error)[:1024])
 
 
@@ -319,7 +319,7 @@ def _verbs(kind: Kind) -> frozenset[type[Message]]:
     return frozenset(verb for verb in VERBS.values() if kind in verb.said_by)
 
 
-# What each kind of session may say once it is attached. A peer fills by its writes (`Landed`).
+# What each kind of session may send once it is attached. A peer fills by its writes (`Landed`).
 RIGHTS: dict[Kind, frozenset[type[Message]]] = {
     "worker": _ENGINE,
     "scheduler": _ENGINE - {Fill} | _REQUESTS | {FindMoved} | _verbs("scheduler"),
@@ -348,7 +348,7 @@ class PeerFrame(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Slices(msgspec.Struct, array_like=True, frozen=True):
-    """Slices [first_layer, first_layer + layers) of one slot have landed; a digest each, or none at all."""
+    """Slices [first_layer, first_layer + layers) of one slot have landed; `digests`: one each, or none at all."""
 
     offset: Bytes
     generation: Number
@@ -358,8 +358,7 @@ class Slices(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Landed(msgspec.Struct, array_like=True, frozen=True):
-    """What a peer fills: the notification of one write, for its `Admit` of this number. 0 is the probe, which fills
-    nothing."""
+    """What a peer has filled: the notification of one write for its `Admit` of this number; 0: the probe."""
 
     admit: Number
     slices: Annotated[list[Slices], Meta(max_length=4096)]
@@ -373,12 +372,12 @@ _landed = msgspec.msgpack.Decoder(Landed)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """One frame; of a `Landed` one notification, at most MAX_NOTIFY_BYTES if the sender keeps to few slices."""
+    """One frame; for a `Landed`, one notification, of at most MAX_NOTIFY_BYTES if it has few slices."""
     return _encoder.encode(message)
 
 
 def decode_frame(decoder: msgspec.msgpack.Decoder[_T], frame: bytes, limit: int = MAX_FRAME_BYTES) -> _T:
-    """One frame by its decoder. :raises ProtocolError: too long, or not what the decoder's type says."""
+    """Decode one frame. :raises ProtocolError: too long, or not of the decoder's type."""
     if len(frame) > limit:
         raise ProtocolError(f"frame of {len(frame)} bytes exceeds the limit of {limit}")
     try:

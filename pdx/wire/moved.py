@@ -1,4 +1,4 @@
-"""What engines tell of the tokens of chunks, and ask by them: part of `pdx.wire.messages` (ADR 80)."""
+"""What engines tell nodes about the tokens of chunks, and ask by tokens: part of `pdx.wire.messages` (ADR 80)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Shift = Annotated[int, Meta(ge=-(1 << 32), le=1 << 32)]
 class Told(msgspec.Struct, array_like=True, frozen=True):
     """The tokens of the leading whole chunks of an `Admit`, the first of which is the prompt's token `first`.
 
-    `scope`: of the same scope are prompts whose chunks differ by their tokens alone: those of one model, layout, cache
-    salt and adapter. `is_moved`: not all before them was computed, or is known to have been: chunks that were are
-    preferred where both are found.
+    `scope`: prompts of one scope have chunks that differ only by their tokens: the same model, layout, cache salt and
+    adapter. `is_moved`: not all before them was computed, or is known to have been; others are preferred if both are
+    found.
     """
 
     scope: Scope
@@ -35,7 +35,7 @@ class Told(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """What a request takes of a chunk that was computed elsewhere: so many tokens, `shift` positions further behind."""
+    """What a request takes of a chunk that was computed elsewhere: so many tokens, `shift` positions later."""
 
     count: Count
     shift: Shift
@@ -52,8 +52,8 @@ class Piece(msgspec.Struct, array_like=True, frozen=True):
 
 
 class FindMoved(Message, frozen=True):
-    """Where are the tokens of this prompt, as far as they are known without a gap, wherever they were computed? What is
-    found may be gone: an `Admit` of its keys says so."""
+    """Ask where the tokens of this prompt were computed, at any positions, as far as they are known without a gap. What
+    is found may be gone: an `Admit` of its keys tells."""
 
     scope: Scope
     ids: TokenIds
@@ -62,7 +62,7 @@ class FindMoved(Message, frozen=True):
 
 
 class Moved(Message, frozen=True):
-    """The pieces cover the prompt's tokens from the first one on. The leading ones are not moved at all, but its true
-    beginning: without these nothing is found, since a model that lacks its first tokens' KV says nonsense."""
+    """The pieces cover the prompt's tokens from the first one on. The leading ones are its true beginning, not moved:
+    without these nothing is found, since a model that lacks its first tokens' KV generates nonsense."""
 
     pieces: Annotated[list[Piece], Meta(max_length=MAX_KEYS)] = []

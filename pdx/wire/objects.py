@@ -1,6 +1,6 @@
 """Verbs and their answers as JSON, for HTTP: objects whose fields are those of the structs, which are arrays elsewhere.
 
-A verb's `Selection` is said as a `Prompt`, its hints as an envelope; bytes are base64.
+A verb's `Selection` is written as a `Prompt`, its hints as an envelope; bytes are base64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAID: dict[Any, Any] = {Selection: Prompt, Hints: msgspec.Raw}
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a node, or the proxy, has not done what it was asked: `type` is a class in `pdx.errors`."""
+    """Why a node, or the proxy, did not carry out a request: `type` is a class in `pdx.errors`."""
 
     type: str
     message: str
@@ -30,7 +30,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 @functools.cache
 def form_of(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The struct of the same fields that is a JSON object. What says which chunks may be left out."""
+    """The struct with the same fields that is a JSON object. The field that selects chunks may be left out."""
     hints = get_type_hints(kind, include_extras=True)
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
@@ -71,7 +71,7 @@ _decoder = msgspec.json.Decoder(_Answers)
 
 
 def encode_answers(nodes: Mapping[str, AnyAnswer], errors: Mapping[str, Failure]) -> bytes:
-    """What each node has answered, and why the others have not."""
+    """Encode what each node has answered, and why the others have not."""
     forms = {
         name: msgspec.convert(answer, form_of(type(answer)), from_attributes=True) for name, answer in nodes.items()
     }
@@ -79,7 +79,7 @@ def encode_answers(nodes: Mapping[str, AnyAnswer], errors: Mapping[str, Failure]
 
 
 def decode_answers(body: bytes) -> tuple[dict[str, AnyAnswer], dict[str, Failure]]:
-    """:raises ProtocolError: that is none of what `encode_answers` makes."""
+    """:raises ProtocolError: `encode_answers` did not make this."""
     try:
         told: Any = _decoder.decode(body)
         nodes = {

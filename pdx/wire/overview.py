@@ -1,7 +1,6 @@
-"""What one proxy tells of a whole service: the document that its status page and `pdx top` show.
+"""A proxy's overview of a whole service: the document that its status page and `pdx top` show.
 
-It is JSON of bounded size, and has no word of a prompt. All text in it can be printed: what others named is escaped and
-cut.
+It is JSON of bounded size, and has no word of a prompt. All text in it is printable: outside names are escaped and cut.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ class Room(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Link(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node's connections to peers have in common by which the same channel is used."""
+    """A node's connections to peers by one channel, taken together."""
 
     channel: str  # empty: none is up
     peers: int = 0
     gb_s: float = 0.0  # of the slowest, as the probe measured
-    pushes: int = 0  # under way, to them and from them
+    pushes: int = 0  # in flight, to them and from them
     moved_bytes: int = 0
-    why: str = ""  # one of them is not up
+    why: str = ""  # one of them is not up, because
 
 
 class NodeView(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A node. `problem`: why it has not told what follows now; what it told last stands there, if anything."""
+    """A node. `problem`: why it has not reported what follows now; then the last report stands there, if any."""
 
     name: str
     problem: str = ""
@@ -56,7 +55,7 @@ class EngineView(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str
     node: str = ""
     models: str = ""
-    requests: int = 0  # that it has, whoever sent them
+    requests: int = 0  # that it has, from any sender
     backlog_tokens: int = 0
     tokens_s: float = 0.0  # as it computes prompts; 0: not measured
 
@@ -70,7 +69,7 @@ class RequestView(msgspec.Struct, frozen=True, omit_defaults=True):
     mode: str
     phases: list[float]
     why: str = ""
-    outcome: str = ""  # empty: under way
+    outcome: str = ""  # empty: in flight
     prefill: str = ""  # engines
     decode: str = ""
     prompt_tokens: int = 0
@@ -88,7 +87,7 @@ class FallbackView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Overview(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The document. Nodes with a problem come first, requests that are under way for longest; `more_…`: left out."""
+    """The document. Nodes with a problem and the oldest requests in flight come first; `more_…`: left out."""
 
     version: str
     status: str  # as /health: "ok", or "unavailable"
@@ -102,7 +101,7 @@ class Overview(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting: int = 0  # for their turn, see --max-concurrent
     load: int = 0  # requests of all workers
     workers: int = 1
-    worker: int = 0  # which of them says so
+    worker: int = 0  # the one that reports
     notes: list[str] = []  # what engines or nodes do not share, in sentences
     more_nodes: int = 0
     more_engines: int = 0

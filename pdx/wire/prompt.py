@@ -1,6 +1,6 @@
-"""Whose chunks a verb is about, as people and programs say it, and the verb with the keys of these chunks.
+"""The prompt whose chunks a verb is about, as people and programs name it, and the verb with these chunks' keys.
 
-No I/O: who asks has an engine make tokens of a text first.
+No I/O: the caller has an engine tokenize a text first.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _HexKey = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}\Z")]
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Whose chunks: exactly one of `tokens`, `text`, `messages`, `keys` in hex, and `request`, a part of its id.
+    """Which chunks: exactly one of `tokens`, `text`, `messages`, `keys` in hex, and `request`, a part of its id.
 
-    `model`: whose chunks, where engines of several models are attached: an engine's name or URL, or how its layout or
-    its model begins. `salt`: the requests' `cache_salt`; it is shown nowhere. `codec`: the lossy one that the requests
-    ask for, whose chunks have other keys than those of exact requests; empty: none. `shards`: of each of `keys`.
+    `model`: needed if engines of several models are attached: an engine's name or URL, or a prefix of its layout or its
+    model. `salt`: the requests' `cache_salt`; it is never shown. `codec`: the lossy codec that the requests ask for,
+    whose chunks have other keys than those of exact requests; empty: none. `shards`: of each of `keys`.
     """
 
     tokens: Annotated[list[_Token], Meta(max_length=_MAX_TOKENS)] | None = None
@@ -57,13 +57,13 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def untokenized(self) -> dict[str, Any] | None:
-        """The body of a request for an engine's /tokenize, where this is a text or a conversation."""
+        """The body of a request to an engine's /tokenize if this is a text or a conversation, else None."""
         if self.text is not None:
             return {"prompt": self.text}
         return {"messages": self.messages} if self.messages is not None else None
 
     def engines(self, models: Sequence[Model]) -> list[Model]:
-        """Of all engines that are attached those that make this prompt's keys; any, where these are not to be made.
+        """Those of the attached engines that make this prompt's keys; all of them if no keys are to be made.
 
         :raises SelectionError: see `check`; there are none, or they do not make keys alike.
         """
@@ -72,9 +72,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def about(verb: _V, prompt: Prompt, models: Sequence[Model]) -> _V:
-    """The verb, of this prompt's chunks; `models`: `prompt.engines`. A text must be tokens by now.
+    """The verb for this prompt's chunks; `models`: `prompt.engines`. A text must be tokenized by now.
 
-    :raises SelectionError: it names no chunk, or a codec that the model has not.
+    :raises SelectionError: it names no chunk, or a codec that the model does not have.
     """
     changes: dict[str, Any] = {"what": _selection(prompt, models)}
     if isinstance(verb, Recode):

@@ -1,4 +1,4 @@
-"""What nodes tell the proxy, and what it tells them. Wire format and bounds as in `pdx.wire.messages`."""
+"""The messages between nodes and the proxy. Wire format and bounds as in `pdx.wire.messages`."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class EngineReport(msgspec.Struct, array_like=True, frozen=True):
     role: Literal["prefill", "decode", "both"]
     url: Name
     running: Count
-    facts: EngineFacts | None = None  # not known: nothing may be taken for granted
+    facts: EngineFacts | None = None  # None: not known, assume nothing
     layout: Layout = b""  # see `Model` …
     shape: Shape = {}
-    groups: Annotated[list[Shape], Meta(max_length=MAX_GROUPS)] = []  # of several cache groups the fields of each
-    draining: bool = False  # it is to get no requests any more, see `Drain`
+    groups: Annotated[list[Shape], Meta(max_length=MAX_GROUPS)] = []  # with several cache groups, the fields of each
+    draining: bool = False  # it should get no more requests, see `Drain`
 
 
 class NodeReport(Message, frozen=True):
     """Node to proxy, every second and at once when engines come or go: registration and heartbeat in one.
 
-    `listen` is where peers reach the node, `public_key` its CURVE key (Z85), both empty where it has none. `host` is
-    equal exactly on one running kernel; `sent_ns` is the node's clock, so that the proxy can compare marks of hosts.
+    `listen` is where peers reach the node, `public_key` its CURVE key (Z85), both empty if it has none. `host`
+    identifies one running kernel; `sent_ns` is the node's clock, so that the proxy can compare marks of hosts.
     `reaches`: the peers to which it has written a probe by the channel that it uses now.
     """
 
@@ -74,18 +74,18 @@ class PeerEntry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Arriving(Message, frozen=True):
-    """Proxy to the nodes of the engines that it has chosen: a request of this session (`Hints.session`) comes to them.
-    What the last one used is loaded ahead and evicted last."""
+    """Proxy to the nodes of the engines that it has chosen: a request of this session (`Hints.session`) is coming. What
+    the session's last request used is loaded ahead and evicted last."""
 
     session: Annotated[str, Meta(min_length=1, max_length=64)]
     salt: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""  # of its tenant (`Hints.salt`)
 
 
 class Follow(Message, frozen=True):
-    """Proxy to a node: tell of all chunks that come into a tier or go, behind change `seq` of the node's life `epoch`;
-    if that is too long ago, what is where first. `stream` is drawn by the proxy: what was told under another is void.
+    """Proxy to a node: report all chunks that enter or leave a tier, after change `seq` of the node's life `epoch`; if
+    that is too long ago, first what is where. `stream` is drawn by the proxy: reports under another one are void.
 
-    Said again with each `frame` of the stream that came: so many are here, and a few more may be sent. 0: of none.
+    Sent again for each `frame` of the stream that came, as an acknowledgment: a few more may be sent. 0: none came.
     """
 
     stream: Number
@@ -95,11 +95,11 @@ class Follow(Message, frozen=True):
 
 
 class PeerList(Message, frozen=True):
-    """Proxy to nodes, whenever it changes: the nodes that report to it. Believed only as far as a node's own roster
-    file allows; without one, for addresses on this host.
+    """Proxy to nodes, whenever it changes: the nodes that report to it. Trusted only as far as a node's own roster file
+    allows; without one, for addresses on this host.
 
-    `workers`: as many processes serve together, and nodes report to each (`pdx.security.address.worker_address`).
-    `tag`: how the names of this one's transfers begin, so that the others are told nothing of them.
+    `workers`: so many processes serve together, and nodes report to each (`pdx.security.address.worker_address`).
+    `tag`: the prefix of this one's transfer ids, so that nodes tell the others nothing about them.
     """
 
     peers: Annotated[list[PeerEntry], Meta(max_length=1024)]
@@ -108,7 +108,7 @@ class PeerList(Message, frozen=True):
 
 
 class Run(msgspec.Struct, array_like=True, frozen=True):
-    """These keys, one after the other, came into a tier, or they are not there any more."""
+    """These concatenated keys were stored in a tier, or are no longer there."""
 
     tier: Name
     is_stored: bool
@@ -116,11 +116,11 @@ class Run(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Changes(Message, frozen=True):
-    """Node to proxy, as it was asked by `Follow`: one frame of the stream, the `frame`th. `telling` is another number
-    where the node has begun the stream anew, because it had lost the proxy.
+    """Node to proxy, as asked by `Follow`: the `frame`th frame of the stream. `telling` changes when the node begins
+    the stream again after it has lost the proxy.
 
-    `first`: what was told before is void, and what is where begins. `whole`: all of that has been told by now, and with
-    it all changes up to `seq`.
+    `first`: earlier reports are void, and the report of what is where begins. `whole`: that report is complete, and
+    with it all changes up to `seq`.
     """
 
     stream: Number
@@ -134,14 +134,14 @@ class Changes(Message, frozen=True):
 
 
 class Prefilled(Message, frozen=True):
-    """Proxy to the nodes of a transfer: its prefill leg is over. A node that has not heard of it by now does not keep
-    those waiting who expect it."""
+    """Proxy to the nodes of a transfer: its prefill leg is over. A node that does not know it by now keeps no request
+    waiting that expects it."""
 
     transfer: TransferId
 
 
 class Order(Message, frozen=True):
-    """Proxy to a node: a verb of a controller that the proxy has let in, or (number 0) of its own, said to all nodes.
+    """Proxy to a node: a verb of a controller that the proxy has admitted, or (number 0) of its own, sent to all nodes.
     The answer is a `Reply` of this number."""
 
     number: Number
@@ -149,7 +149,7 @@ class Order(Message, frozen=True):
 
 
 class Reply(Message, frozen=True):
-    """Node to proxy: what came of the `Order` of this number."""
+    """Node to proxy: the outcome of the `Order` of this number."""
 
     number: Number
     outcome: Outcome
@@ -164,7 +164,7 @@ _from_proxy: msgspec.msgpack.Decoder[FromProxy] = msgspec.msgpack.Decoder(FromPr
 
 
 def decode_to_proxy(frame: bytes) -> ToProxy:
-    """:raises ProtocolError: nothing that a node may say to the proxy, within bounds."""
+    """:raises ProtocolError: not a `ToProxy` within bounds."""
     return decode_frame(_to_proxy, frame)
 
 

@@ -1,4 +1,4 @@
-"""What a node tells of itself to whoever looks after it, and why chunks were hits or not."""
+"""A node's report about itself to its operators, and why chunks were hits or not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AttachedStatus(msgspec.Struct, frozen=True):
     url: str
     running: int
     silent_s: float
-    unshared: str = ""  # with which engine of its model it cannot share chunks, and why
+    unshared: str = ""  # the engine of its model that it cannot share chunks with, and why
     facts: dict[str, int | bool] = {}  # `EngineFacts` by name; empty: it has told none
     shards: int = 0  # that a worker writes, from `shard` on; of another process, that a chunk of its engine has
     groups: list[str] = []  # of its engine: each cache group in a few words; empty: it has told none
@@ -37,11 +37,11 @@ class PeerStatus(msgspec.Struct, frozen=True):
     state: str  # of the connection to it
     channel: str  # scheme in use, empty: none yet
     rates: dict[str, float]  # measured by the probe, GB/s by scheme
-    pushes: int  # to it, under way
-    landing: int  # from it, under way
+    pushes: int  # to it, in flight
+    landing: int  # from it, in flight
     sent_bytes: int
     landed_bytes: int
-    why: str  # it is not ready
+    why: str  # why it is not ready
 
 
 class ArenaStatus(msgspec.Struct, frozen=True):
@@ -56,10 +56,10 @@ COUNTING = "counting the files"  # the state of a disk whose index is not comple
 
 
 class TierStatus(msgspec.Struct, frozen=True):
-    """One tier below the arenas. `used_bytes` count what is being written and removed, too; 0: not known, as of a store
-    that others use as well. `state`: "ok", or what is the matter; `is_up`: it answers all the same.
+    """One tier below the arenas. `used_bytes` includes what is being written and removed; 0: not known, as for a store
+    that others use, too. `state`: "ok", or the problem; `is_up`: it answers all the same.
 
-    What follows is counted since the node started, for this tier alone. Chunks are those of one shard, but for `hits`,
+    What follows is counted since the node started, for this tier alone. Chunks are counted per shard, except in `hits`,
     `misses` and `dropped`, which count keys.
     """
 
@@ -69,7 +69,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     used_bytes: int = 0
     limit_bytes: int = 0
     state: str = "ok"
-    copies: int = 0  # under way, or waiting for their turn
+    copies: int = 0  # in flight, or waiting for their turn
     load_gb_s: float = 0.0  # as last measured; 0: not yet
     store_gb_s: float = 0.0
     is_up: bool = True
@@ -81,7 +81,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     stored_bytes: int = 0
     dropped: int = 0  # chunks that were not stored: the tier did not keep up, or took none
     errors: int = 0  # calls that failed, and what was not the chunk that it should be
-    read_bytes: int = 0  # for the loaded bytes: fewer where chunks are encoded …
+    read_bytes: int = 0  # for the loaded bytes: fewer if chunks are encoded …
     written_bytes: int = 0  # … and for the stored ones
 
 
@@ -106,7 +106,7 @@ class NodeStatus(Message, frozen=True):
     gpu: str = ""  # UUID of the GPU that the arena is on; empty: host memory
     mapped: int = 0  # blocks of device memory that the node's process has mapped, its own included
     arenas: list[ArenaStatus] = []  # the first is the one that peers write to
-    pinned_bytes: int = 0  # of chunks with a pin: never evicted, whatever became of the process that pinned them
+    pinned_bytes: int = 0  # of chunks with a pin: never evicted, even if the process that pinned them has ended
     tiers: list[TierStatus] = []  # below the arenas, the fastest first
 
 
@@ -124,21 +124,21 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Explanation(msgspec.Struct, array_like=True, frozen=True):
-    """The node's last answer to one request. `chunks` counts what may be hit, `hits` the whole ones that were."""
+    """The node's last answer to one request. `chunks`: how many could be hits, `hits`: how many whole ones were."""
 
     request: Name
     engine: Name
     age_s: Annotated[float, Meta(ge=0.0, le=1e9)]
-    waited_s: Seconds  # until what was missing had come, or did not come in time
+    waited_s: Seconds  # until what was missing arrived, or was late
     chunks: Count
     hits: Count
     reasons: Annotated[list[Reason], Meta(max_length=MAX_REASONS)]
     notes: Annotated[list[Annotated[str, Meta(max_length=2048)]], Meta(max_length=8)] = []
-    verdicts: Verdicts = []  # what became of its hints
+    verdicts: Verdicts = []  # on its hints
 
 
 class Explained(Message, frozen=True):
-    """The newest first, 32 at most; `remembered`: of how many requests the node knows."""
+    """Explanations, the newest first, at most 32; `remembered`: how many requests the node remembers."""
 
     requests: Annotated[list[Explanation], Meta(max_length=32)]
     remembered: Count

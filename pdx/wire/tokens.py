@@ -1,11 +1,11 @@
-"""From the tokens of a prompt to the keys of its chunks, as an engine makes them, without the engine and without vLLM.
+"""The keys of a prompt's chunks, made from its tokens as an engine makes them, without the engine and without vLLM.
 
-An engine whose shape (`Model.shape`) has a `root` hashes blocks as vLLM does: SHA-256 over the hash of the block before
-it, its tokens, and the cache salt if it is the first; of the bytes that pickle or, by `sha256_cbor`, CBOR makes of
-these. The first block is chained to the root. Those bytes are written here, and never read: pickle itself is not used.
+An engine whose shape (`Model.shape`) has a `root` hashes blocks as vLLM does: SHA-256 over the previous block's hash,
+the block's tokens and, in the first block, the cache salt, serialized by pickle or, for `sha256_cbor`, by CBOR. The
+first block is chained to the root. Those bytes are only written here, never read: pickle itself is not used.
 
-What a prompt has beside its tokens and its salt, an adapter, images or embeddings, is in no key that is made here: the
-chunks of such a prompt are named by its request (`Selection.request`).
+Keys made here do not cover what a prompt has beside tokens and salt: an adapter, images or embeddings. The chunks of
+such a prompt are named by its request (`Selection.request`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pdx.memory.keys import chunk_key
 from pdx.wire.base import MAX_KEYS
 from pdx.wire.verbs import Model
 
-# (hash of the block before, its tokens, what else is in it) -> its hash
+# (hash of the block before, tokens, what else is hashed) -> hash of the block
 _Extra = tuple[object, ...] | None
 _Hash = Callable[[bytes, tuple[int, ...], _Extra], bytes]
-_WIDTHS = ((24, 1), (25, 2), (26, 4), (27, 8))  # in CBOR, of numbers above 23: what says so, and bytes
-_FRAME_BYTES = 1 << 16  # pickle begins another frame behind so many
-_LEAST = 4  # characters of a name's beginning
+_WIDTHS = ((24, 1), (25, 2), (26, 4), (27, 8))  # in CBOR, for numbers above 23: the mark, and how many bytes follow
+_FRAME_BYTES = 1 << 16  # pickle begins another frame after so many
+_LEAST = 4  # characters of a name's prefix
 _MOST_LISTED = 8
 
 
 def number_of(model: Model, field: str) -> int:
-    """A number above 0 that an engine has told of its chunks, as `chunk_tokens` or `num_shards`.
+    """A number above 0 that an engine has told about its chunks, such as `chunk_tokens` or `num_shards`.
 
     :raises SelectionError: it has not.
     """
@@ -45,7 +45,7 @@ def number_of(model: Model, field: str) -> int:
 
 
 def form_text(model: Model, codec: str) -> str:
-    """How the chunks of requests that ask for this lossy codec are stored below memory; empty: as all others are.
+    """The form in which chunks of requests with this lossy codec are stored below memory; empty: like all others.
 
     :raises SelectionError: the engine's layout has no such codec.
     """
@@ -69,12 +69,12 @@ def chunk_keys(model: Model, tokens: Sequence[int], salt: str = "", codec: str =
 
 
 def form_keys(model: Model, tokens: Sequence[int], salt: str, form: str) -> list[bytes]:
-    """As `chunk_keys`, of requests that are kept apart by this form, which is any text."""
+    """As `chunk_keys`, for requests that are kept apart by this form, which may be any text."""
     return list(_each_key(model, tokens, salt, form))
 
 
 def each_chunk_key(model: Model, tokens: Sequence[int], salt: str = "", codec: str = "") -> Iterator[bytes]:
-    """As `chunk_keys`; each is made when it is asked for."""
+    """As `chunk_keys`, lazily."""
     return _each_key(model, tokens, salt, form_text(model, codec))
 
 
@@ -102,7 +102,7 @@ def _check(model: Model, tokens: Sequence[int], per_chunk: int) -> None:
     limit = min(vocabulary or 1 << 31, 1 << 31)
     is_right = set(map(type, tokens)) <= {int} and min(tokens, default=0) >= 0 and max(tokens, default=0) < limit
     for at, token in enumerate(() if is_right else tokens):
-        if type(token) is not int:  # neither a bool, which is hashed otherwise, nor a number of another library
+        if type(token) is not int:  # neither a bool, which hashes differently, nor a number of another library
             raise SelectionError(f"token {at} is {token!r:.50}: ids of tokens are whole numbers")
         if not 0 <= token < limit:
             known = f"engine {model.engine!r} knows {vocabulary:,} tokens" if vocabulary else "no model knows so many"
@@ -132,7 +132,7 @@ def _root(model: Model) -> bytes:
 def _first_extra(model: Model, salt: str) -> _Extra:
     if not salt:
         return None
-    # An object of its own: pickle writes an object that it meets again otherwise, and one text is perhaps one object.
+    # A new object: pickle writes an object that it meets again differently, and equal texts may be one object.
     told, tag = salt.encode().decode(), model.shape.get("salt_tag", "")
     return ((tag, told),) if tag else (told,)
 
@@ -152,12 +152,12 @@ def _by_pickle(parent: bytes, tokens: tuple[int, ...], extra: _Extra) -> bytes:
     body = _opcodes((parent, tokens, extra))
     if len(body) >= _FRAME_BYTES:
         raise SelectionError(f"a block's {len(tokens)} tokens and salt are too long to be hashed here: name a request")
-    # Protocol 5, the highest of every Python from 3.8 on; one frame; and its end.
+    # Protocol 5, the highest of every Python from 3.8 on; one frame; the end.
     return hashlib.sha256(b"\x80\x05\x95" + (len(body) + 1).to_bytes(8, "little") + body + b".").digest()
 
 
 def _opcodes(value: object) -> bytes:
-    """What pickle writes for a value of those that are in the hash of a block, none of which it meets twice."""
+    """What pickle writes for the kinds of values in a block's hash, none of which it meets twice."""
     match value:
         case None:
             return b"N"
@@ -172,7 +172,7 @@ def _opcodes(value: object) -> bytes:
     raise TypeError(f"{value!r:.50} is in no hash of a block")
 
 
-@lru_cache(1 << 17)  # most are met again and again
+@lru_cache(1 << 17)  # most recur
 def _number_opcodes(value: int) -> bytes:
     mark, width = (b"K", 1) if value < 1 << 8 else (b"M", 2) if value < 1 << 16 else (b"J", 4)
     return mark + value.to_bytes(width, "little")
@@ -188,7 +188,7 @@ def _by_cbor(parent: bytes, tokens: tuple[int, ...], extra: _Extra) -> bytes:
 
 
 def _cbor(value: object) -> bytes:
-    """RFC 8949, section 4.2: the one shortest form of each value, of those that are in the hash of a block."""
+    """RFC 8949, section 4.2: the one shortest form of a value, for the kinds of values in a block's hash."""
     match value:
         case None:
             return b"\xf6"
@@ -216,10 +216,10 @@ def _head(major: int, number: int) -> bytes:
 
 
 def chosen(models: Sequence[Model], name: str = "") -> list[Model]:
-    """Of these engines those that make keys alike and of which one is called so: by its name or URL, or by how its
-    name, its layout in hex or its model begins; without a name all there are.
+    """The engines that make the same keys and of which one is called `name`: by its name or URL, or by a prefix of its
+    name, its layout in hex or its model; without a name, all engines.
 
-    :raises SelectionError: there are none, or they do not make keys alike.
+    :raises SelectionError: there are none, or they make different keys.
     """
     if not models:
         raise SelectionError(

@@ -1,8 +1,8 @@
-"""What controllers ask of a node, and what it answers: `pdx.node.control` does it.
+"""What controllers ask of a node, and its answers; `pdx.node.control` carries it out.
 
-A verb is one struct, which declares its name, who may say it and what answers it. The rights of sessions, `POST
-/cache/<name>` of the proxy, the Python client and the table in docs/controller.md follow from that. A new verb is a
-struct here and in `AnyVerb`, its execution in `pdx.node.control`, and its line in `pdx.cli.cache`.
+A verb is one struct, which declares its name, which sessions may send it and what answers it. The rights of sessions,
+`POST /cache/<name>` of the proxy, the Python client and the table in docs/controller.md follow from that. A new verb is
+a struct here and in `AnyVerb`, its execution in `pdx.node.control`, and its line in `pdx.cli.cache`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def node_of(job: str) -> str:
 
 
 class Advised(Message, frozen=True):
-    """What became of an `Advise`, for each field of its hints that says something."""
+    """The outcome of an `Advise`, for each field of its hints that is set."""
 
     verdicts: Verdicts = []
 
 
 class Found(Message, frozen=True):
-    """By tier, how many leading ones of the chunks it has; `hits`: how many leading ones some tier has; `chunks`: how
-    many were asked for. `asking`: tiers that are being asked and have not answered; ask again. `nbytes`: of a chunk of
-    one shard, `chunk_tokens`: of a chunk; 0: not known. `by_index`: no node was asked, so no pins are known."""
+    """`tiers`: how many leading chunks each tier has; `hits`: how many are in any tier; `chunks`: how many were asked
+    for. `asking`: tiers that have not answered yet; ask again. `nbytes`: of a chunk of one shard, `chunk_tokens`: of a
+    chunk; 0: not known. `by_index`: no node was asked, so no pins are known."""
 
     chunks: Count
     hits: Count
@@ -59,7 +59,7 @@ class Found(Message, frozen=True):
 
 
 class Kept(msgspec.Struct, array_like=True, frozen=True):
-    """Of a tier, a model or a session: so many chunks of one shard."""
+    """How many chunks of one shard a tier, a model or a session has."""
 
     name: Name
     chunks: Count
@@ -74,13 +74,13 @@ class Effect(Message, frozen=True):
 
     @property
     def chunks(self) -> int:
-        """In the tier where they were most."""
+        """The number in the tier with the most."""
         return max((of_tier.chunks for of_tier in self.tiers), default=0)
 
 
 class JobStatus(Message, frozen=True):
-    """One job of a node, or (`job` empty) what it would be. `state` "failed" and `why` go together; `why` of one
-    that is done is what it has found. One that was cancelled, or has failed, says how much it has done before that."""
+    """One job of a node, or (`job` empty) what it would be. A failed job has a `why`; `why` of one that is done is what
+    it has found. A cancelled or failed job says how much it had done."""
 
     job: JobName
     verb: Annotated[str, Meta(max_length=16)]
@@ -96,12 +96,12 @@ class JobStatus(Message, frozen=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether the job has ended."""
         return self.state not in ("running", "planned")
 
 
 class JobList(Message, frozen=True):
-    """The newest first."""
+    """Jobs, the newest first."""
 
     jobs: Annotated[list[JobStatus], Meta(max_length=MAX_LISTED)]
 
@@ -141,8 +141,8 @@ class ModelList(Message, frozen=True):
 
 
 class Selection(msgspec.Struct, array_like=True, frozen=True):
-    """Which chunks a verb is about: these `keys`, in each of so many shards; or, where there are none, those that the
-    last request asked for whose name contains `request`. `chunk_tokens`: of each, 0: not known."""
+    """Which chunks a verb is about: these `keys`, in each of so many shards; or, if there are none, those that the
+    latest request asked for whose name contains `request`. `chunk_tokens`: of each, 0: not known."""
 
     keys: Keys = []
     shards: ShardCount = 1
@@ -151,8 +151,8 @@ class Selection(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Verb(Message, frozen=True):
-    """Base of all verbs. Those with a `what` are about chunks; those with a `dry_run` change something, and with it
-    they do nothing and answer what would be. One that is answered by a `JobStatus` alone is of one node."""
+    """Base of all verbs. Those with a `what` are about chunks; those with a `dry_run` change something, unless it is
+    set: then they only answer what they would do. A verb that is answered only by a `JobStatus` is for one node."""
 
     name: ClassVar[str]
     answers: ClassVar[tuple[type[Message], ...]]
@@ -160,17 +160,17 @@ class Verb(Message, frozen=True):
 
     @classmethod
     def is_of_one_node(cls) -> bool:
-        """Whether it is never said to several nodes at once."""
+        """Whether it is never sent to several nodes at once."""
         return cls.answers == (JobStatus,)
 
     @classmethod
     def only_looks(cls) -> bool:
-        """Whether it changes no chunk, so that it is for all nodes where none is named."""
+        """Whether it changes no chunk, so that it goes to all nodes if none is named."""
         return "dry_run" not in cls.__struct_fields__
 
 
 class Find(Verb, frozen=True):
-    """Say how many leading chunks each tier has. `ask`: ask the nodes, also where the proxy has an index."""
+    """Say how many leading chunks each tier has. `ask`: ask the nodes, even if the proxy has an index."""
 
     name = "lookup"
     answers = (Found,)
@@ -179,10 +179,10 @@ class Find(Verb, frozen=True):
 
 
 class Move(Verb, frozen=True):
-    """Copy chunks from the tier `source` of this node, any that has them where it is empty, to the tier `target` of the
-    node `target_node` (empty: this one), and drop them at the source unless it `keeps` them: a job.
+    """Copy chunks from the tier `source` of this node (empty: any that has them) to the tier `target` of the node
+    `target_node` (empty: this one), and drop them at the source unless it `keeps` them: a job.
 
-    A chunk is dropped only when the target has said that it has it. A chunk that is there already is not copied again.
+    A chunk is dropped only after the target has confirmed it. A chunk that is there already is not copied again.
     """
 
     name = "move"
@@ -208,8 +208,8 @@ class Prefetch(Verb, frozen=True):
 
 
 class Clear(Verb, frozen=True):
-    """Forget chunks in a tier (empty: in all of this node), pinned or not; the last lease of those that are read frees
-    them. `everything`: all that the tier has, whatever `what` says, which is a job."""
+    """Forget chunks in a tier (empty: in all of this node), pinned or not; leased ones are freed with their last lease.
+    `everything`: clear the whole tier, whatever `what` says; that is a job."""
 
     name = "clear"
     answers = (Effect, JobStatus)
@@ -231,10 +231,10 @@ class PinIn(Verb, frozen=True):
 
 
 class Recode(Verb, frozen=True):
-    """Store chunks of a tier by another codec: "none" (as they are), "lossless", or with a loss, by the text of a
+    """Store chunks of a tier by another codec: "none" (as they are), "lossless", or lossy, by the text of a
     `pdx.memory.form.Form`: a job.
 
-    `new_keys`: of a lossy codec, under which keys they are found from then on, one for each key.
+    `new_keys`: for a lossy codec, the keys under which they are found from then on, one for each key.
     """
 
     name = "compress"
@@ -247,8 +247,8 @@ class Recode(Verb, frozen=True):
 
 
 class Evict(Verb, frozen=True):
-    """Evict from an arena (empty: the first) up to `nbytes` of what has a lower priority than `below`, in the order of
-    its policy. Where the answer has MAX_EVICTED chunks there may be more: ask again."""
+    """Evict from an arena (empty: the first) up to `nbytes` of chunks whose priority is lower than `below`, in the
+    order of its policy. If the answer has MAX_EVICTED chunks there may be more: ask again."""
 
     name = "evict"
     answers = (Effect,)
@@ -268,14 +268,14 @@ class List(Verb, frozen=True):
 
 
 class Jobs(Verb, frozen=True):
-    """Say how the jobs are that the node knows of."""
+    """Report all jobs that the node knows of."""
 
     name = "jobs"
     answers = (JobList,)
 
 
 class CheckFinish(Verb, frozen=True):
-    """Say how a job is doing."""
+    """Report one job."""
 
     name = "check_finish"
     answers = (JobStatus,)
@@ -283,7 +283,7 @@ class CheckFinish(Verb, frozen=True):
 
 
 class EndJob(Verb, frozen=True):
-    """Cancel a job: what it has moved stays moved, nothing more is."""
+    """Cancel a job: what it has moved stays moved."""
 
     name = "cancel"
     answers = (JobStatus,)
@@ -292,7 +292,7 @@ class EndJob(Verb, frozen=True):
 
 class Drain(Verb, frozen=True):
     """Have proxies give an engine, by its URL or its own name, no more requests, as long as others can serve them; or
-    give it some again. Holds until it attaches anew."""
+    give it requests again. Holds until the engine attaches again."""
 
     name = "drain"
     answers = (Drained,)
@@ -308,7 +308,7 @@ class Models(Verb, frozen=True):
 
 
 class Status(Verb, frozen=True):
-    """Say how the node is."""
+    """Report the node's state."""
 
     name = "health"
     answers = (NodeStatus,)
@@ -316,7 +316,7 @@ class Status(Verb, frozen=True):
 
 
 class Why(Verb, frozen=True):
-    """Say why chunks of the last requests whose name contains `request` were hits or not."""
+    """Explain why chunks of the latest requests whose name contains `request` were hits or not."""
 
     name = "why"
     answers = (Explained,)
@@ -325,10 +325,10 @@ class Why(Verb, frozen=True):
 
 
 class Advise(Verb, frozen=True):
-    """An application says something of the future of `keys`, in each of so many shards, or, without keys, of what the
-    last request of `hints.session` used. Of another tenant (`hints.salt`) nothing is found by its name.
+    """An application's hints about the future of `keys`, in each of so many shards, or, without keys, of what the
+    latest request of `hints.session` used. Sessions of other tenants (`hints.salt`) are not found.
 
-    From a controller: of chunks in the node's first arena.
+    From a controller: about chunks in the node's first arena.
     """
 
     name = "advise"
