@@ -182,19 +182,26 @@ class Probes:
     async def holder(self, name: str, headers: Mapping[str, str]) -> Engine | None:
         """The engine that stores the response of this name, for a client with these headers."""
 
-        async def has(engine: Engine) -> bool:
-            try:
+        async def asked(engine: Engine) -> Engine | None:
+            with suppress(LegFailed, Exhausted):  # if this process cannot connect, the request's leg will say so
                 async with self._list_slots:
                     path = f"/v1/responses/{quote(name, safe='', errors='replace')}"
-                    return (await self._legs.ask(engine, path, headers=headers, timeout_s=_LIST_S))[0].status == 200
-            except (LegFailed, Exhausted):  # what this process lacks, the request's leg finds out, too
-                return False
+                    answer, _ = await self._legs.ask(engine, path, headers=headers, timeout_s=_LIST_S)
+                    return engine if answer.status == HTTPStatus.OK else None
+            return None
 
         engines = self._engines.all()
         if len(engines) < 2:
             return None
-        found = await asyncio.gather(*map(has, engines))
-        return next((engine for engine, there in zip(engines, found, strict=True) if there), None)
+        asking = [asyncio.create_task(asked(engine)) for engine in engines]
+        try:
+            for each in asyncio.as_completed(asking):
+                if (found := await each) is not None:
+                    return found  # the others may hang
+            return None
+        finally:
+            for task in asking:
+                task.cancel()
 
     async def learn(self, engine: Engine, headers: Mapping[str, str]) -> tuple[int, bytes, list[dict[str, Any]] | None]:
         """Ask one engine for its models: returns the status, the body and, if that is a list, the models. Records what

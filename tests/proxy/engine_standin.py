@@ -197,6 +197,8 @@ class StandIn:
     async def do(self, request):
         raw = await request.read()
         self.done.append((request.method, request.path_qs, dict(request.headers), raw))
+        if self.fault == "hang":
+            await self.hang()
         if self.fault == "reset":
             request.transport.abort()
         if isinstance(self.fault, int):

@@ -4,10 +4,11 @@ import json
 
 import pytest
 from engine_standin import Server
-from proxy_harness import FORWARDED, cluster
+from proxy_harness import FORWARDED, cluster, until, within
 from read_at_once import classify, parse
 
 from pdx.errors import ProtocolError
+from pdx.proxy import probe
 from pdx.proxy.plan import Mode
 from pdx.proxy.routes import Route
 from pdx.proxy.usage import usage_of, with_cached
@@ -86,6 +87,16 @@ async def test_a_response_that_goes_on_goes_to_the_engine_that_keeps_the_one_bef
             status, headers, _ = await made.post(Route.RESPONSES, body)
             assert (status, headers["x-pdx-mode"]) == (200, "alone")
         assert len(made.decodes[1].seen) == 4
+
+
+async def test_who_keeps_a_response_is_known_though_another_engine_hangs(monkeypatch):
+    """Each such request waited 2 s for an engine whose host was gone."""
+    monkeypatch.setattr(probe, "_LIST_S", 1e9)
+    async with cluster(prefills=0, decodes=2) as made:
+        made.decodes[0].fault = "hang"
+        made.decodes[1].has = {"resp_7"}
+        assert (await within(made.post(Route.RESPONSES, {**RESPONSE, "previous_response_id": "resp_7"})))[0] == 200
+        await until(lambda: not made.decodes[0].hanging)
 
 
 async def test_what_can_be_no_name_of_a_response_is_for_an_engine_to_refuse():
