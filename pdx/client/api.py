@@ -182,7 +182,6 @@ class _MappedChunk:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.slot.nbytes
 
     def check(self) -> None:
@@ -200,8 +199,8 @@ class _MappedChunk:
         return view if self._is_writable and self._open else view.toreadonly()
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> torch.Tensor:
-        """The chunk's bytes as a tensor that shares them, on the node's GPU if it has one. Do not write to the tensor
-        of a readable chunk.
+        """The chunk's bytes as a tensor that shares them, on the node's GPU if it has one; read-only by convention
+        unless this process fills the chunk.
 
         :raises StaleSlot: see `check`.
         :raises GpuError: this process cannot map that GPU's memory. :raises NodeError: the node does not let it.

@@ -98,7 +98,7 @@ class Controller(Closing):
         }
 
     def ls(self, instance: str = ALL, *, session: str = "", model: str = "") -> dict[str, verbs.Listing | Refused]:
-        """List what is in memory, by model and by session; only those whose name contains `model` or `session`."""
+        """List the models and sessions with chunks in memory whose names contain `model` or `session`, respectively."""
         return self._each(verbs.List(session, model), instance)
 
     # ---- changing ---------------------------------------------------------------------------
@@ -129,8 +129,7 @@ class Controller(Closing):
         everything: bool = False,
         dry_run: bool = False,
     ) -> dict[str, verbs.Effect | Job | Refused]:
-        """Delete a prompt's chunks from a tier, or from all tiers, pinned or not. `everything` (without tokens) deletes
-        all chunks there, as a job."""
+        """Delete a prompt's chunks, pinned or not, from a tier or all tiers. `everything`, without tokens, is a job."""
         if everything == (tokens is not None):
             raise SelectionError("clear takes tokens, or everything and no tokens")
         prompt = prompt_of(tokens) if tokens is not None else None
@@ -160,8 +159,7 @@ class Controller(Closing):
     def evict(
         self, below: int, nbytes: int, instance: str = "", tier: str = "", *, dry_run: bool = False
     ) -> dict[str, verbs.Effect | Refused]:
-        """Evict up to `nbytes` of chunks whose priority is lower than `below` from an arena. A dry run counts at most
-        MAX_EVICTED chunks."""
+        """Evict up to `nbytes` of chunks with a priority below `below`; a dry run counts at most MAX_EVICTED chunks."""
         done = self._each(verbs.Evict(below, nbytes, tier, dry_run), instance)
         return (
             done if dry_run else {name: self._evicted(name, below, nbytes, tier, each) for name, each in done.items()}

@@ -48,7 +48,6 @@ class BlockIndex:
         return len(self._tiers)
 
     def tiers(self, block: kv_events.Hash) -> frozenset[str]:
-        """The tiers that have this block."""
         return self._tiers.get(block, frozenset())
 
     def leading(self, blocks: Iterable[kv_events.Hash]) -> dict[str, int]:

@@ -16,11 +16,10 @@ MAX_ANSWER_BYTES = 256 << 20
 def call(
     url: str, path: str, body: Any = None, *, timeout_s: float, headers: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:
-    """GET, or POST `body` as JSON; return the answer's status, whatever it is, and its body. `url`: http://…, https://…,
-    or the /path of a Unix socket.
+    """GET, or POST `body` as JSON; return the answer's status and body. `url`: http(s)://… or a Unix socket's /path.
 
     :raises OSError, http.client.HTTPException: nothing answers there, or not in HTTP.
-    :raises ValueError: the URL is of no such kind, or the answer is longer than MAX_ANSWER_BYTES.
+    :raises ValueError: the URL is invalid, or the answer is longer than MAX_ANSWER_BYTES.
     """
     connection, prefix = _connection(url, timeout_s)
     sent = {"Accept": "application/json", **(headers or {})}

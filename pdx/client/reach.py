@@ -57,7 +57,6 @@ class LocalNodes:
         self._close()
 
     def names(self) -> list[str]:
-        """The names of the nodes."""
         return list(self._nodes)
 
     def find(self, prompt: Prompt, instances: Sequence[str], wait_s: float) -> dict[str, Outcome]:

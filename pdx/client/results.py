@@ -57,7 +57,6 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended."""
         return self.status.is_over
 
 

@@ -1,4 +1,4 @@
-"""Answers requests: leases on chunks that are here, room for those that are not, or later, once more chunks have come.
+"""Answers requests with leases on chunks that are here and room for the others, at once or after a wait for more.
 
 No sockets here.
 """

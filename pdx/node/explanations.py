@@ -58,7 +58,7 @@ class Explanations:
         self._reuse: OrderedDict[tuple[str, str], Verdict] = OrderedDict()  # on that hint, by request
 
     def not_moved(self, session: Session, request: str) -> None:
-        """Note that nothing of a request was found at other positions."""
+        """Note that no part of a request was found at other positions."""
         if request:
             verdict = Verdict("reuse", "refused", "nothing is there that begins so")
             remember(self._reuse, (_whose(session), request), verdict, MAX_REQUESTS)
@@ -72,8 +72,8 @@ class Explanations:
         part: tuple[Sequence[Chunk], int],
         now: float,
     ) -> list[Reason]:
-        """Why each chunk of a request is a hit or not. `found`: the chunks its hits need; `part`: the partial hit after
-        them, and its number of blocks.
+        """Why each chunk of a request is a hit or not. `found`: the chunks its hits need; `part`: a partial hit after
+        them, with its number of blocks.
 
         Call it before room is made for missing chunks, which changes the reasons.
         """

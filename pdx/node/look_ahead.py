@@ -112,8 +112,7 @@ class LookAhead:
         return self._last.get(session)
 
     def unshared(self, keys: Sequence[bytes], session: Of) -> list[bytes]:
-        """The keys that no other session's last request of the same tenant used: in each cache group, those after the
-        shared leading ones."""
+        """The keys that no other session of the same tenant used in its last request: those after shared prefixes."""
         last = self._last.get(session)
         own = Counter(last.keys) if last is not None else Counter[bytes]()
         users = self._users.get(session[0], own)
@@ -126,8 +125,7 @@ class LookAhead:
             self._counters["arrivals"] += 1
 
     def prefetch(self, session: Of, wanted: Wanted) -> bool:
-        """Load these chunks to where they are wanted, as if a request of the session were on its way. False: there are
-        too many requests."""
+        """Load these chunks as if a request of the session were on its way. False: there are too many requests."""
         known = self._expected.get((NODE, session))
         if known is not None and (known.wanted.keys, known.wanted.arenas) != (wanted.keys, wanted.arenas):
             self._end(NODE, session, is_over=False)

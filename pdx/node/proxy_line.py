@@ -28,8 +28,8 @@ _numbers = itertools.count()  # ZMQ may keep the name of a closed monitor for a 
 
 
 class ProxyLine:
-    """A line to one process: worker `number` of the proxy at `base`. A DEALER that reconnects until it is closed. Not
-    thread-safe; nothing blocks."""
+    """A line to worker `number` of the proxy at `base`: a DEALER that reconnects until it is closed. Not thread-safe;
+    nothing blocks."""
 
     def __init__(
         self,

@@ -145,8 +145,7 @@ class Sessions:
         return max(known) if known and all(known) else 0.0
 
     def _every(self, session: Session, shards: int) -> list[Session]:
-        """The workers of a session's engine in all stages of its pipeline; empty unless all of the first stage are
-        attached."""
+        """The workers of a session's engine in all pipeline stages; empty unless all of the first are attached."""
         found: list[Session] = []
         if not session.is_client:
             while more := self.workers(session.hello.engine, shards, len(found)):
@@ -240,8 +239,7 @@ def _number(text: str) -> int:
 
 
 def _watched(claimed: int, pid: int) -> tuple[int, bool]:
-    """A pidfd of the process `pid`, as the kernel reports it, that calls itself `claimed`, and whether it is in our PID
-    namespace.
+    """A pidfd of process `pid` (by the kernel), which claims to be `claimed`, and whether it is in our PID namespace.
 
     A process in a PID namespace below the node's has one pid here and another there (ADR 7).
     """

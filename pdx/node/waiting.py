@@ -17,8 +17,7 @@ MAX_OF_SESSION = 1024  # waiting requests of one process
 
 
 class Waiter(msgspec.Struct, frozen=True):
-    """One waiting request: message `seq` of a session. `goal`: the chunks it waits for, as of the last look; `key`: the
-    one that may come next."""
+    """A waiting request, message `seq` of a session. `goal`: the chunks it waits for; `key`: which may come next."""
 
     session: Session
     seq: int
@@ -59,7 +58,6 @@ class Waiting:
         return len(self._waiters)
 
     def has_room(self, session: Session) -> bool:
-        """Whether one more request of this session may wait."""
         return self._of_session.count(session.number) < MAX_OF_SESSION
 
     def add(self, waiter: Waiter) -> None:
@@ -93,7 +91,6 @@ class Waiting:
         return max(0.0, self._deadlines.first - now)
 
     def end_session(self, session: Session) -> None:
-        """Drop all requests of this session."""
         for number in self._of_session.of(session.number):
             self._remove(number)
 

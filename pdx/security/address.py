@@ -31,8 +31,7 @@ def check_address(address: str, *, has_keys: bool, listens: bool = False, is_con
     """Check that an address may be dialled or, with `listens`, be listened on, where port 0 is any free one.
 
     `is_control`: it is between a node and its proxy. A process that reports an engine to a proxy gets its clients'
-    prompts, and loopback is open to every user of the host, so every tcp address needs keys; a Unix socket is its
-    user's alone.
+    prompts, and loopback is open to every user of the host, so every tcp address needs keys.
 
     :raises ConfigError: not an address, one of all interfaces, or one that needs keys.
     """
@@ -88,8 +87,8 @@ def address_host(address: str) -> str:
 
 @functools.lru_cache(1 << 14)  # more than a cluster lists, which it does again and again
 def is_found_address(address: str) -> bool:
-    """Whether an address that comes not from the roster may be dialled, if a key is proved there: only IP addresses, as
-    names would have to be looked up."""
+    """Whether an address from elsewhere than the roster may be dialled, where a key is proved: if it is an IP address,
+    as names would have to be looked up."""
     try:
         host, port = _endpoint(address)
     except ConfigError:
@@ -181,8 +180,7 @@ def tcp_endpoint(address: str) -> tuple[str, int]:
 
 
 def by_name(address: str, bound: str) -> bool:
-    """Whether an address may be that of `bound`, a bound address, with a host name in place of the IP address. The name
-    is not looked up."""
+    """Whether an address has a host name and the port of `bound`, which is listened at; the name is not looked up."""
     if "ipc:" in (address[:4], bound[:4]):
         return False
     (host, port), (_, bound_port) = _endpoint(address), _endpoint(bound)

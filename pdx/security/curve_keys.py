@@ -39,7 +39,6 @@ class KeyPair(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls) -> KeyPair:
-        """Make a new pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode("ascii"), secret.decode("ascii"))
 

@@ -250,8 +250,7 @@ class Roster:
         return found.address if found is not None else ""
 
     def host_of(self, name: str) -> str:
-        """The node's host by the file, or by a cluster that assigns addresses; empty: unknown. What the node says about
-        itself does not count."""
+        """The node's host by the file or by a cluster that assigns addresses, not by the node; empty: unknown."""
         entry = self.node(name)
         if entry is None or entry.address:
             return address_host(entry.address) if entry is not None else ""
@@ -288,8 +287,8 @@ class Roster:
         return ""
 
     def told(self, name: str, bound: str) -> str:
-        """The address that the node `name`, which listens at `bound`, gives to others: the file's if that has a host
-        name, else `bound`."""
+        """The address that node `name` tells others: the file's if that is `by_name` of `bound`, where it listens, else
+        `bound`."""
         entry = self.node(name)
         return entry.address if entry is not None and entry.address and by_name(entry.address, bound) else bound
 
@@ -315,8 +314,7 @@ class Roster:
         return not (address and entry.address) or address == entry.address
 
     def secure_proxy(self, socket: zmq.Socket[bytes], own: KeyPair | None, address: str = "") -> None:
-        """Set CURVE with this node's `own` keys, if it has any, on a socket that will connect to the proxy at
-        `address`, or to a worker of it.
+        """Set up CURVE, if this node has `own` keys, on a socket that will connect to the proxy or worker at `address`.
 
         A Unix socket that the roster does not name as the proxy's is this user's alone, and needs no keys.
 
@@ -334,8 +332,7 @@ class Roster:
         return True
 
     def believe(self, entries: Iterable[PeerEntry]) -> None:
-        """Take in the proxy's list. With a file it only adds addresses of the file's nodes; without one, it lists the
-        nodes of this host."""
+        """Take in the proxy's list: with a file, addresses for the file's nodes; without, the nodes of this host."""
         told = {one.name: one for one in entries if one.name and one.address and self._is_believed(one)}
         if self._file is None:
             self._nodes = {name: RosterEntry(one.address, one.public_key) for name, one in told.items()}

@@ -84,7 +84,6 @@ class _Flow:
 
     @property
     def is_too_much(self) -> bool:
-        """Whether more bytes were read than allowed."""
         return 0 < self.most_bytes < self.nbytes
 
 

@@ -20,7 +20,7 @@ _MAX_TEXT = 300
 class Faults:
     """Counts and logs faults. For the loop's thread only.
 
-    There are two kinds: invalid messages (`messages_dropped`), and unexpected exceptions (`internal_errors`), which are
+    There are two: invalid messages (`messages_dropped`) and unexpected exceptions (`internal_errors`), which are
     defects of PDX or of a library.
     """
 
@@ -95,8 +95,7 @@ def counted(log: logging.Logger, counters: Counter[str], reason: str, text: str,
 
 
 def printable(text: str, most: int = _MAX_TEXT) -> str:
-    """`text` on one line, with unprintable characters escaped, truncated to `most` characters (escapes included) and an
-    ellipsis."""
+    """`text` on one line, unprintable characters escaped, cut to `most` characters (with escapes) plus an ellipsis."""
     if len(text) <= most and text.isprintable():
         return text
     shown = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[: most + 1])

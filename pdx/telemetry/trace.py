@@ -74,8 +74,7 @@ class TraceSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 class Tracer(Closing):
     """One process's spans. Any thread may record and flush; the writing thread holds `_writing`.
 
-    Once it is open, nothing here fails: spans that cannot be kept or written are counted (`num_dropped`), with one
-    warning.
+    Once open, nothing here fails: spans that cannot be kept or written are counted (`num_dropped`), with one warning.
     """
 
     def __init__(self, folder: Path, who: str) -> None:

@@ -303,8 +303,7 @@ class Mover:
     # ---- for peers ---------------------------------------------------------------------------
 
     def settle(self, peer: str, ask: Settle) -> Found:
-        """Store chunks that a peer has pushed here in a tier, and drop them from memory unless others use or brought
-        them.
+        """Store chunks that a peer has pushed here in a tier; drop them from memory unless others use or brought them.
 
         :raises NodeError: refused.
         """

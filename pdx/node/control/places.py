@@ -85,8 +85,7 @@ class Places:
         return found
 
     def homes(self, shards: int) -> tuple[int, ...]:
-        """The GPU arena of each shard of chunks with so many shards: those of an attached engine, or the only one;
-        empty: unknown."""
+        """The GPU arenas of a chunk's shards: those of an attached engine, or the only one; empty: unknown."""
         for session in self._sessions:
             homes = self._sessions.arenas(session, shards) if session.hello.kind == "scheduler" else ()
             if homes and all(homes):
@@ -107,7 +106,7 @@ class Places:
         if any(is_named(key) or any(chunk.is_named for chunk in self._store.index.of(key)) for key in keys):
             raise NodeError("chunks that a client has named are not moved to where other nodes find them")
 
-    # ---- what is there ----------------------------------------------------------------------
+    # ---- contents ---------------------------------------------------------------------------
 
     def chunks(self, place: Place, key: bytes, shards: int) -> tuple[Chunk, ...]:
         """The sealed chunks of every shard of `key` in a place in memory; empty: it lacks a shard, or has more shards.
@@ -176,7 +175,8 @@ class Places:
         return Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))
 
     def drop(self, place: Place, keys: Sequence[bytes], shards: int = 0, *, why: Cause = Cause.DELETED) -> Kept:
-        """Remove these chunks from a place, in all shards (in memory only chunks of so many); returns what was removed.
+        """Remove these chunks from a place, and from memory only those with so many `shards` (0: any); return what was
+        removed.
 
         Memory that is being read is freed with its last lease.
         """

@@ -67,8 +67,7 @@ class Follower:
         return self._stream > 0 and bool(self._frames or self._feed is not None or self._seq != self._events.seq)
 
     def turn(self, send: Callable[[Changes], bool]) -> None:
-        """Send frames as long as the proxy keeps up; call it after each turn of the control loop. `send` returns False
-        if a frame cannot be sent now."""
+        """After each turn of the control loop: send frames while the proxy keeps up. `send`: False if it cannot now."""
         while self.is_behind and self._frame - self._come < WINDOW:
             if not self._frames and not self._fill():
                 return

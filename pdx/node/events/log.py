@@ -32,8 +32,7 @@ FIRST_SHIFT = 10  # by which the first number is the milliseconds since 1970 shi
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A tier as readers of events see it: vLLM's name of its medium, or the tier's own; and whether it is this host's
-    (None: not said)."""
+    """A tier as readers of events see it: vLLM's name of its medium, or its own, and where it is (None: not said)."""
 
     medium: str
     locality: Literal["LOCAL", "REMOTE"] | None = None
@@ -105,7 +104,7 @@ class EventLog:
         """Seconds since 1970."""
         return time.time() if self._clock_began_at is None else self._clock_began_at + self.env.clock()
 
-    # ---- who follows ------------------------------------------------------------------------
+    # ---- followers --------------------------------------------------------------------------
 
     def follow(self, who: object, *, names: bool = False) -> None:
         """`who` follows changes from now on, with `names` also `Change.named`. Idempotent."""
@@ -132,7 +131,7 @@ class EventLog:
         for level in self._tiers.below:
             yield from level
 
-    # ---- what changed -----------------------------------------------------------------------
+    # ---- changes ----------------------------------------------------------------------------
 
     @property
     def has_news(self) -> bool:
@@ -199,7 +198,7 @@ class EventLog:
                 if is_here and chunk.blocks and wants_names:
                     named.setdefault(name, []).append(chunk)
 
-    # ---- what is there ----------------------------------------------------------------------
+    # ---- contents ---------------------------------------------------------------------------
 
     def since(self, seq: int) -> list[Batch] | None:
         """All batches after this number; None: they are not kept any more, or it is a number of another life."""

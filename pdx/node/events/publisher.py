@@ -400,8 +400,7 @@ class EventSockets:
         return [self.pub, *(each for each in both if each is not None)]
 
     def heed(self) -> None:
-        """Admit readers. If one is no longer admitted, drop all connections: those that still are dial again and
-        request what they missed."""
+        """Admit readers. If a key is revoked, drop all connections: admitted readers dial again and catch up."""
         if self._gate is None:
             return
         self._gate.answer()

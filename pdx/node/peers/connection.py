@@ -41,8 +41,6 @@ _KEPT = 64  # ended epochs kept per name
 
 
 class ConnectionState(StrEnum):
-    """The state of a connection."""
-
     DIALING = "dialing"  # this node has sent its hello
     NEW = "new"  # the peer has, and is not welcomed yet
     READY = "ready"
@@ -72,15 +70,13 @@ class PeerConnection:
     """A connection to one peer, and the session of that peer here. Owned by the control loop.
 
     `number` and `token` belong to the session: `number` is the writer of the peer's chunks, and `token` the secret by
-    which channels know it. `epoch`, `host` and `pid` are as the peer claims. `why` says why the connection is not
-    ready.
+    which channels know it. `epoch`, `host` and `pid` are as the peer claims. `why`: why the connection is not ready.
     """
 
     def __init__(
         self, number: int, name: str, socket: zmq.Socket[bytes], route: bytes = b"", *, said: int = 0, now: float
     ) -> None:
-        """`route`: of a peer that dialled; a dialled peer has the socket for itself. `said`: how many messages were
-        already sent to it."""
+        """`route`: of a peer that dialled; a dialled peer has its own socket. `said`: how many messages it was sent."""
         self.number = number
         self.name = name
         self.token = secrets.token_bytes(TOKEN_BYTES)
@@ -175,8 +171,7 @@ class PeerConnection:
 
 
 def key_after(before: PeerConnection | None, keys: Sequence[str]) -> str:
-    """The key that a dialled peer must prove: the one of its connection `before`, or another if no peer answered with
-    that."""
+    """The key that a dialled peer must prove: that of its last connection, or another if it did not answer then."""
     if before is None or before.key not in keys:
         return keys[0]
     return next((key for key in keys if not before.epoch and key != before.key), before.key)
@@ -190,7 +185,6 @@ class Epochs:
         self._known: OrderedDict[str, deque[int]] = OrderedDict()
 
     def is_over(self, name: str, epoch: int) -> bool:
-        """Whether this epoch is known to have ended."""
         known = self._known.get(name)
         return known is not None and epoch != known[-1] and epoch in known
 
@@ -216,7 +210,6 @@ def welcome(own: Hello, regions: Sequence[RemoteRegion], probe: Slot | None) -> 
 
 
 def refusal(text: str) -> Refused:
-    """A refusal for this reason."""
     return Refused(PeerRefused.__name__, text[:1024])
 
 

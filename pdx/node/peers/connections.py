@@ -195,7 +195,7 @@ class Connections:
     # ---- the loop ---------------------------------------------------------------------------
 
     def serve(self, socket: object) -> bool:
-        """Take in what waits on a readable socket or descriptor; False: it is not one of these."""
+        """Take in what waits on a readable socket or descriptor; False: it is not one of this object's."""
         if socket == self._listening.fd:
             self._heed()
             return True
@@ -262,7 +262,7 @@ class Connections:
             with self._env.faults.contain("letting peers in"):
                 self._peer_socket.heed()
 
-    # ---- what is heard ----------------------------------------------------------------------
+    # ---- messages ---------------------------------------------------------------------------
 
     def _serve(self, socket: zmq.Socket[bytes]) -> None:
         for _ in burst():
@@ -395,7 +395,7 @@ class Connections:
     def _refuse(self, route: bytes, text: str) -> None:
         self._listening.post(route, encode(PeerFrame(_LAST_SEQ, 0, refusal(text))))
 
-    # ---- two that dial each other -----------------------------------------------------------
+    # ---- nodes that dial each other ---------------------------------------------------------
 
     def _replace(self, dialled: PeerConnection) -> None:
         """Drop this node's dialling in favor of the peer's; callers wait for that connection instead."""
@@ -420,7 +420,7 @@ class Connections:
             self._env.faults.dropped(repr(name), error)
         return rival.arrival.route in self._by_route
 
-    # ---- how they end -----------------------------------------------------------------------
+    # ---- the end of connections -------------------------------------------------------------
 
     def _begin_life(self, name: str, epoch: int, host: str) -> None:
         """Note that `name` is alive in this epoch on the kernel `host`: its connection of another epoch is over, and

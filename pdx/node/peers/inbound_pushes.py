@@ -72,12 +72,10 @@ class InboundPushes:
         return sum(account.pushes for account in self._accounts.values())
 
     def of(self, session: PeerConnection) -> list[InboundPush]:
-        """The pushes of a session."""
         writer = self._writers.get(session.token)
         return list(writer.pushes.values()) if writer is not None else []
 
     def account(self, name: str) -> Account:
-        """The account of a peer."""
         return self._accounts.get(name) or Account()
 
     @property
@@ -159,8 +157,7 @@ class InboundPushes:
             self._blocked = push
 
     def turn(self) -> None:
-        """After each turn of the control loop: grant room and enforce deadlines. Costs nothing as long as nothing is
-        due and there cannot be room."""
+        """After each turn of the control loop: grant room, enforce deadlines. Cheap if there can be neither."""
         self._turn(self.env.clock())
 
     def _turn(self, now: float) -> None:

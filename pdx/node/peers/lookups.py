@@ -62,8 +62,7 @@ class Lookups:
         self.is_on = self._lookup_s > 0
 
     def source(self, ask: Admit, now: float, computing_s: float, here: Callable[[], int]) -> str | None:
-        """The peer that can restore more of a prompt than this node; empty: there is none; None: not known yet. The
-        first call asks.
+        """The peer that can restore more of a prompt than this node; empty: none; None: unknown yet. Asks once.
 
         `computing_s`: how long computing the rest takes. `here`: returns how many leading chunks this node can restore.
         """

@@ -225,8 +225,7 @@ class PeerTiers:
     # ---- channels ---------------------------------------------------------------------------
 
     def ready(self, peer: PeerConnection, welcome: Welcome, schemes: Sequence[str], *, at_once: bool) -> None:
-        """Have a channel to a peer chosen, on a thread of its own, `at_once` or when there is something to write. The
-        arena's regions must be open."""
+        """Have a channel to a peer chosen, `at_once` or when there is something to write; the regions must be open."""
         if peer.state is not ConnectionState.READY:
             return
         tier = self.tier(peer.name)

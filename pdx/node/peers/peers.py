@@ -178,8 +178,7 @@ class Peers:
         return restorable(self._store, Wanted(ask.sought_keys, ask.shards, arenas, rules=ask.groups))[0]
 
     def why_not(self, ask: messages.Admit, count: int, chunk_s: float) -> str:
-        """Why the peer that a request names, or the one found for it, was not asked for the `count` missing chunks;
-        empty: it may have been."""
+        """Why the peer that a request names or has found was not asked for `count` chunks; empty: it may have been."""
         if ask.awaits is not None or count <= 0:
             return ""
         source = ask.source or self.lookups.known(ask)
@@ -197,10 +196,9 @@ class Peers:
         if {*before} != {*self.connections.roster.names}:
             self._warm_up_at = 0.0
 
-    # ---- connections: connections.Handler ---------------------------------------------------
+    # ---- for `Connections` ------------------------------------------------------------------
 
     def _layouts(self) -> list[bytes]:
-        """The KV layouts of the engines that are attached now."""
         return sorted({session.hello.layout for session in self._sessions} - {b""})
 
     def identity(self) -> messages.Hello:
@@ -217,8 +215,7 @@ class Peers:
         )
 
     def greeted(self, peer: PeerConnection, schemes: list[str]) -> None:
-        """Welcome a peer, to write here by these schemes, as soon as the arena is registered. Any earlier connection of
-        that name is over."""
+        """Welcome a peer to write by these schemes, once the arena is registered; its earlier connections are over."""
         self.lookups.ready()
         for old in self.inbound.sessions:
             if old.name == peer.name and old.is_dead_if(peer.epoch, peer.host):
@@ -448,7 +445,6 @@ class Peers:
                 log.debug("%s is not dialled: %s", name, error)
 
     def statuses(self) -> list[PeerStatus]:
-        """The status of each known peer."""
         return [self._status(name) for name in sorted(self.tiers.names.union(self.connections.known))]
 
     def _status(self, name: str) -> PeerStatus:
