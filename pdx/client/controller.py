@@ -129,7 +129,7 @@ class Controller(Closing):
         everything: bool = False,
         dry_run: bool = False,
     ) -> dict[str, verbs.Effect | Job | Refused]:
-        """Delete a prompt's chunks, pinned or not, from a tier or all tiers. `everything`, without tokens, is a job."""
+        """Delete a prompt's chunks, pinned or not, from a tier or all tiers; or, as a job, `everything` (no tokens)."""
         if everything == (tokens is not None):
             raise SelectionError("clear takes tokens, or everything and no tokens")
         prompt = prompt_of(tokens) if tokens is not None else None
@@ -159,7 +159,7 @@ class Controller(Closing):
     def evict(
         self, below: int, nbytes: int, instance: str = "", tier: str = "", *, dry_run: bool = False
     ) -> dict[str, verbs.Effect | Refused]:
-        """Evict up to `nbytes` of chunks with a priority below `below`; a dry run counts at most MAX_EVICTED chunks."""
+        """Evict up to `nbytes` of chunks of a priority under `below` from memory. Dry runs count up to MAX_EVICTED."""
         done = self._each(verbs.Evict(below, nbytes, tier, dry_run), instance)
         return (
             done if dry_run else {name: self._evicted(name, below, nbytes, tier, each) for name, each in done.items()}

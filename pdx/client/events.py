@@ -245,8 +245,8 @@ class Subscriber(Tracker, Closing):
         check_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keys`: file of the own secret key; `server_key`: the node's public key, if it has keys. After `check_s`
-        without news the subscriber asks whether it missed the last events, and after `check_s` without an answer again.
+        """`keys`: this subscriber's secret key file; `server_key`: the node's public key, if it has keys. After
+        `check_s` without news the subscriber asks for missed events, and after `check_s` without an answer again.
 
         :raises ConfigError: the keys are wrong.
         """

@@ -13,7 +13,7 @@ from pdx.wire.messages import Abort, Ask, Cancel, Fill, Release
 
 MAX_KEPT = 65_536  # bounds Cancels; slots and leases are bounded by what was granted, questions by their deadlines
 MAX_MERGED = 8_192  # slots in one message
-MAX_TIMES = 4  # a message is sent; a node that answers only later ones will never answer it
+MAX_TIMES = 4  # how often a message is sent; a node that answers only later ones will never answer it
 
 
 class Owed(NamedTuple):
@@ -35,7 +35,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._unsent: dict[int, Owed] = {}
-        self._sent: dict[int, Owed] = {}  # give something back and are not answered yet
+        self._sent: dict[int, Owed] = {}  # not answered yet; only those that give something back
 
     def __len__(self) -> int:
         return len(self._unsent) + len(self._sent)

@@ -114,7 +114,7 @@ class LocalNodes:
 
 
 class ThroughProxy:
-    """Nodes behind a proxy, with the methods of `LocalNodes`. Thread-safe: each POST /cache/VERB has a connection."""
+    """Nodes behind a proxy, with the methods of `LocalNodes`. Thread-safe: each call has a connection of its own."""
 
     def __init__(self, url: str, token: str, timeout_s: float) -> None:
         """`url`: of the proxy's --admin, or the /path of its Unix socket; `token`: empty if it requires none."""

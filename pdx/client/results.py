@@ -45,7 +45,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A job as its node `instance` last reported it, or (`name` empty) as it would be without dry_run."""
+    """A job as its node `instance` last reported it, or (`name` empty) as a dry run planned it."""
 
     instance: str
     status: JobStatus

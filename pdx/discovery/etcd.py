@@ -179,7 +179,7 @@ class Etcd:
     # ---- writing ----------------------------------------------------------------------------
 
     async def _stay(self, http: aiohttp.ClientSession, own: Announced) -> None:
-        """Write the own entry and keep it alive until cancelled."""
+        """Write this process's entry and keep it alive until cancelled."""
         while True:
             kept = await _call(http, "lease/keepalive", {"ID": self._lease}, _Kept) if self._lease else None
             if kept is None or kept.result.left_s == "0":

@@ -299,7 +299,7 @@ class Daemon(Closing):
         return self.service.handle(session, envelope.body)
 
     def _end_failed(self, route: bytes) -> Refused:
-        """End a session after an internal error. What its process holds stays until that ends: it may be writing."""
+        """End a session after an internal error. Its process may be writing: what it holds stays until bye or death."""
         session = self.service.sessions.of_route(route)
         if session is not None:
             session.has_failed = True

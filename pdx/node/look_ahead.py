@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SHARE = 0.5  # of the first arena, for chunks that queues want
 MAX_REQUESTS = 4096  # of all queues together
 MAX_KEYS = 1 << 17
-SESSIONS_SHARE = 0.5  # of these three, the most for requests that sessions may send; the rest is for queues
+SESSIONS_SHARE = 0.5  # of each of these three, the most for announced requests; queues have the rest
 MAX_SESSIONS = 4096  # whose last request is remembered
 MAX_LOOKS = 8192  # at chunks, for one list of sessions
 ARRIVAL_S = 30.0  # until a request that the proxy announced is given up

@@ -116,7 +116,7 @@ class Service:
         )
         self.sessions = Sessions()
         self.counters = env.counters
-        self._degraded: set[str] = set()  # reasons that engines have told
+        self._degraded: set[str] = set()  # reasons that are counted by name
         self.transfers = Transfers(env)
         self.copies = Copies(
             self.store, env, group_bytes=config.group_bytes, tracer=tracer_for(config.trace, self.name)

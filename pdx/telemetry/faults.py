@@ -20,7 +20,7 @@ _MAX_TEXT = 300
 class Faults:
     """Counts and logs faults. For the loop's thread only.
 
-    There are two: invalid messages (`messages_dropped`) and unexpected exceptions (`internal_errors`), which are
+    There are two kinds: invalid messages (`messages_dropped`) and unexpected exceptions (`internal_errors`), which are
     defects of PDX or of a library.
     """
 

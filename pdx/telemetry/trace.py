@@ -49,7 +49,7 @@ class Lane(StrEnum):
     DISK_LOAD = "disk_load"  # the same, file to arena
     REMOTE_STORE = "remote_store"  # the same, arena to the remote store
     REMOTE_LOAD = "remote_load"  # the same, remote store to arena
-    ARENAS = "arenas"  # a node: slices from one arena to another, as one call of the driver where that is possible
+    ARENAS = "arenas"  # a node: slices from one arena to another, as one call of the driver if possible
     SCATTER = "scatter"  # a worker of either engine: one load, slots to pages
 
 

@@ -270,7 +270,7 @@ class Mover:
         shards = errand.shards
         sizes = [held.nbytes for held in self._places.found(source, keys, shards).values()]
         if not errand.keeps:
-            free = [key for key in keys if not self._places.is_pinned(source, key, shards)]  # it may be by now
+            free = [key for key in keys if not self._places.is_pinned(source, key, shards)]  # pinned meanwhile
             self._places.drop(source, free, shards, why=Cause.MOVED)
         errand.job.did(len(keys) * shards, sum(sizes) * shards)
 

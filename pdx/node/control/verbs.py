@@ -72,7 +72,7 @@ class Controls:
         self._look_ahead = service.look_ahead
         self._hinting = service.hinting
         self._names = service.names
-        self._pin_share = service.config.pin_share  # of all arenas, what may be pinned
+        self._pin_share = service.config.pin_share  # the share of all arenas that may be pinned
         self._counters = service.counters
         self._service = service
         self.places = service.places

@@ -67,7 +67,7 @@ class Follower:
         return self._stream > 0 and bool(self._frames or self._feed is not None or self._seq != self._events.seq)
 
     def turn(self, send: Callable[[Changes], bool]) -> None:
-        """After each turn of the control loop: send frames while the proxy keeps up. `send`: False if it cannot now."""
+        """After each turn of the control loop: send frames while the proxy keeps up. `send` is False if it cannot."""
         while self.is_behind and self._frame - self._come < WINDOW:
             if not self._frames and not self._fill():
                 return

@@ -410,7 +410,7 @@ class Connections:
             self._refuse(rival.arrival.route, "connected already")
 
     def _accept_rival(self, name: str) -> bool:
-        """Handle the peer's waiting hello, if any, as this node's dialling is over or too slow; return if it worked."""
+        """Handle the peer's waiting hello, if any, as this node's dialling is over or too slow. True: accepted."""
         rival = self._rivals.pop(name, None)
         if rival is None:
             return False

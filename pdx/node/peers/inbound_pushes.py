@@ -157,7 +157,7 @@ class InboundPushes:
             self._blocked = push
 
     def turn(self) -> None:
-        """After each turn of the control loop: grant room, enforce deadlines. Cheap if there can be neither."""
+        """After each turn of the control loop: grant room, enforce deadlines. Costs nothing while neither is due."""
         self._turn(self.env.clock())
 
     def _turn(self, now: float) -> None:

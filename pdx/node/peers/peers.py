@@ -190,7 +190,7 @@ class Peers:
         return f"not asked of node {source}: it would take {takes_s:.3g} s, and computing takes {computing_s:.3g} s"
 
     def told(self, entries: Sequence[PeerEntry]) -> None:
-        """Take in the proxies' list of nodes; new ones are dialled at once."""
+        """Take in the proxies' list of nodes; new ones are dialled at the next tick, unless there are many."""
         before = self.connections.roster.names
         self.connections.told([entry for entry in entries if entry.name != self._name])
         if {*before} != {*self.connections.roster.names}:
