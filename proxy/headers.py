@@ -43,7 +43,10 @@ def to_client(headers: Mapping[str, str]) -> dict[str, str]:
 
 def of_body(headers: Mapping[str, str]) -> dict[str, str]:
     """The headers that describe an engine's body, when it is passed on byte for byte."""
-    return {name: headers[name] for name in _OF_BODIES if name in headers}
+    found = {name: headers[name] for name in _OF_BODIES if name in headers}
+    if "Content-Encoding" in headers:  # the body was decompressed on arrival
+        found.pop("Content-Length", None)
+    return found
 
 
 def request_id(headers: Mapping[str, str]) -> str:

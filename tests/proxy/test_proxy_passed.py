@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import gzip
 import importlib.util
 import json
 from pathlib import Path
@@ -128,6 +129,15 @@ async def test_a_stream_comes_as_it_is_made(made):
         assert await within(response.content.readany()) == made.decode.gives[2][0]
         made.decode.released.set()
         assert await within(response.content.read()) == made.decode.gives[2][1]
+
+
+async def test_a_compressed_answer_comes_unpacked_and_whole(made):
+    """Some gateways pack what nobody asked them to; once its client had as many bytes as the packed answer has."""
+    whole = json.dumps({"data": "a" * 5000}).encode()
+    packed = gzip.compress(whole)
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip", "Content-Length": str(len(packed))}
+    made.decode.gives = 200, headers, [packed]
+    assert (await ask(made, "/v1/embeddings"))[2] == whole
 
 
 async def test_an_answer_that_breaks_off_is_none():
