@@ -124,7 +124,8 @@ def test_an_object_store_that_takes_nothing_is_read_on(beds, tmp_path, caplog, o
     assert code in caplog.text, "who reads the log sees why"
     assert bed.tier.takes_stores == (kind == "failed")
     assert bed.sought([2]) == 0
-    assert bed.tier.status().state == "ok"
+    status = bed.tier.status()
+    assert (status.state, status.is_up) == ("ok" if kind == "failed" else "paused: writes failed", True)
     assert object_store.tokens == {"one"}
 
 

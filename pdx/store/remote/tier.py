@@ -80,8 +80,8 @@ class RemoteTier(StoreTier):
         return not (self._works or self._catalog.num_leaving)
 
     def status(self) -> TierStatus:
-        why = self._health.doubt
-        return TierStatus(self.name, self._backend.place, state=why or "ok", is_up=not why)
+        health = self._health
+        return TierStatus(self.name, self._backend.place, state=health.text or "ok", is_up=not health.doubt)
 
     # ---- whether it answers -----------------------------------------------------------------
 
