@@ -1,8 +1,8 @@
 """Blended KV of prompts that are made of documents, kept in a node for the engines there (experimental).
 
-A document is known as a prompt of its own: its keys say what it holds, wherever it stands in another prompt. A blender
-reads the chunks of the documents, turns their keys to their new places, has a share of the tokens computed again, and
-stores the whole as chunks of a form (`pdx.memory.form.blended_form`), which only requests that ask for it find.
+A document is known as a prompt of its own: its chunks' keys identify it, wherever it stands in another prompt. A
+blender reads the documents' chunks, turns their keys to their new positions, recomputes a share of the tokens, and
+stores the result as chunks of a form (`pdx.memory.form.blended_form`), which only requests that ask for it find.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _ASK_AGAIN_S = 0.01
 
 @dataclass(frozen=True)
 class Blended:
-    """`reuse`: the hint of requests that want it. `tokens`: of the prompt, that are there now, of whole chunks;
-    `found`: of these were known, the others were computed. `share`: of the known ones was computed again, in the mean
-    of the layers. `is_new`: it was not there."""
+    """What a blend has made. `reuse`: the hint of requests that want it. `tokens`: the prompt's tokens in whole chunks,
+    which are there now; `found`: how many of these were known, not computed. `share`: how much of the known ones was
+    recomputed, on average over the layers. `is_new`: it was not there before."""
 
     reuse: str
     tokens: int
@@ -48,10 +48,10 @@ class Blended:
 
 @dataclass(frozen=True)
 class Blender:
-    """One engine's, of a model on one shard. One thread.
+    """Blends for one engine, whose model has one shard. One thread.
 
-    `node`: attached as a client. `model`: what the engine has told of its keys. `causal`: the same weights, as a causal
-    language model of transformers. `turning`: of the engine's pages. `wait_s`: how long documents may come
+    `node`: attached as a client. `model`: what the engine has told about its keys. `causal`: the same weights, as a
+    causal language model of transformers. `turning`: of the engine's pages. `wait_s`: how long to wait for documents
     from a tier.
     """
 
@@ -64,7 +64,7 @@ class Blender:
     @classmethod
     @contextmanager
     def at(cls, address: str, folder: Path, *, engine: str = "", timeout_s: float = 5.0) -> Iterator[Self]:
-        """One at the node at `address`, for the engine of vLLM there, on a CPU, that has the weights of `folder`;
+        """A blender at the node at `address`, for the vLLM engine there, on a CPU, that has the weights in `folder`;
         `engine`: which one it is (`pdx.wire.tokens.chosen`).
 
         :raises NodeUnavailable: no node answers. :raises SelectionError: there is no such engine.
@@ -95,8 +95,8 @@ class Blender:
             raise LayoutError(f"chunks of {shards} shards are not blended: an engine of one rank has one")
 
     def blend(self, documents: Sequence[Sequence[int]], share: float = 0.15, *, salt: str = "") -> Blended:
-        """Make the prompt of these documents, in this order, of their chunks and store it. `salt`: the cache salt of
-        the requests that will use it, as of those that brought the documents.
+        """Blend the prompt that is made of these documents, in this order, and store it. `salt`: the cache salt of the
+        requests that will use it, and of those that brought the documents.
 
         :raises SelectionError: they fill no chunk, or are no tokens of this model.
         :raises ArenaFull: the node has no room for it now. :raises ArenaTooSmall: never.
@@ -132,7 +132,7 @@ class Blender:
         return 2 * elements.num_heads * elements.block_tokens * len(elements.key_elements)
 
     def _room(self, keys: list[bytes]) -> Admitted:
-        """For the chunks that are missing, before anything is computed: requests wait for them from then on."""
+        """Reserve room for the missing chunks before anything is computed: requests wait for them from then on."""
         layers = self._num_layers
         blocks = number_of(self.model, "chunk_tokens") // self.turning.elements.block_tokens
         nbytes = layers * blocks * self._page_elements * self.turning.dtype.itemsize
@@ -142,8 +142,8 @@ class Blender:
         return answer
 
     def _known(self, documents: Sequence[Sequence[int]], salt: str, size: int) -> tuple[Tensor, Tensor, int]:
-        """KV of all tokens, those of whole chunks that the node has at their new positions; which tokens have none; how
-        many leading ones are exact."""
+        """The KV of all tokens: where the node has whole chunks, theirs at the new positions; also which tokens have
+        none, and how many leading ones are exact."""
         heads, dim = self.turning.elements.num_heads, len(self.turning.elements.key_elements)
         count = sum(map(len, documents))
         kv = torch.zeros(self._num_layers, 2, heads, count, dim)
@@ -171,7 +171,7 @@ class Blender:
                 break
             time.sleep(_ASK_AGAIN_S)
         try:
-            # Documents come again, prompts made of them hardly: else these would push those out one by one.
+            # Documents recur, prompts made of them hardly do, and would else evict the documents one by one.
             hints = parse({"version": 1, "priority": 1}, salt or None).hints
             self.node.call_for(Advise(hints, keys[: answer.hits]), self.wait_s, Advised)
             found = [unpacked(self._pages(slot), self.turning.elements) for slot in answer.slots]

@@ -1,9 +1,9 @@
-"""Documents whose KV was computed apart, blended: the tokens that their new place changes most are computed again.
+"""Blends documents whose KV was computed apart: the tokens that their new place changes most are recomputed.
 
 CacheBlend (Yao et al., EuroSys 2025, https://arxiv.org/abs/2405.16444), section 4: KV that was computed without the
 documents before it lacks their cross attention, which matters for few tokens, and much the same ones in each layer. The
-first layer's KV depends on no other token, so the second layer is computed for all; where its keys are furthest from
-the given ones, tokens are computed again in the layers behind it, fewer from layer to layer (gradual filtering).
+first layer's KV depends on no other token, so the second layer is computed for all tokens; those whose keys there are
+furthest from the given ones are recomputed in the layers behind it, fewer from layer to layer (gradual filtering).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from pdx.errors import LayoutError
 from pdx.memory.rope import rope_of
 
-WIDER = 1.5  # of the share that is asked for, in the second layer; linearly to 0.5 of it in the last one
+WIDER = 1.5  # times the requested share, in the second layer; falls linearly to 0.5 times in the last one
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "mlp", "input_layernorm", "post_attention_layernorm")  # of a layer
 Select = Callable[[Tensor, int], Tensor]  # (deviations [n], how many) -> indices of so many
 
@@ -38,12 +38,12 @@ def blended(
     fresh: Tensor | None = None,
     select: Select = most,
 ) -> Tensor:
-    """KV of `tokens`, of which all but a share is as given.
+    """The KV of `tokens`: as given, except for a share that is recomputed.
 
     `model`: a causal language model of transformers whose layers are Llama's. `kv`: [layers, 2, KV heads, tokens,
-    head_dim], keys turned for the positions from 0 on; it stays as it is. `share`: of the tokens behind the first
-    `known` ones, whose KV is exact: the mean over the layers. `fresh`: bool [tokens], those of which none is given:
-    they are computed in each layer, beside the share. `select`: which tokens of a layer are computed in the next.
+    head_dim], keys turned for the positions from 0 on; it is not changed. `share`: of the tokens behind the first
+    `known` ones, whose KV is exact; the mean over the layers. `fresh`: bool [tokens], those without given KV: they are
+    computed in each layer, in addition to the share. `select`: which tokens of a layer are computed in the next.
 
     :raises LayoutError: the layers are not as Llama's.
     """
@@ -105,13 +105,13 @@ def _projected(layer: Any, hidden: Tensor, turns: tuple[Tensor, ...]) -> tuple[T
 
 
 def _attended(layer: Any, hidden: Tensor, queries: Tensor, kv: Tensor, rows: Tensor) -> Tensor:
-    """What the layer makes of these rows, which attend to all tokens up to their own."""
+    """The layer's output for these rows, which attend to all tokens up to their own."""
     keys, values, count = kv[None, 0], kv[None, 1], kv.shape[2]
     mask = None if len(rows) == count else torch.arange(count)[None, :] <= rows[:, None]
     attended = scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
     hidden = hidden + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-    made = layer.mlp(layer.post_attention_layernorm(hidden))  # of experts perhaps with what chose them
+    made = layer.mlp(layer.post_attention_layernorm(hidden))  # experts may add their router's output
     out: Tensor = hidden + (made[0] if isinstance(made, tuple) else made)
     return out

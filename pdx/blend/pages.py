@@ -1,4 +1,4 @@
-"""KV as a model computes it, and as an engine keeps it in the pages of a chunk."""
+"""Converts KV between the form that a model computes and that of an engine's pages in a chunk."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pdx.memory.rope import Rope
 
 
 def unpacked(pages: Tensor, elements: PageElements) -> Tensor:
-    """KV [layers, 2, KV heads, tokens, head_dim] in float32 of `pages` [layers, blocks, elements of a page]."""
+    """The KV [layers, 2, KV heads, tokens, head_dim] in float32 of `pages` [layers, blocks, elements of a page]."""
     found = pages[:, :, torch.from_numpy(_places(elements))]  # [layers, blocks, 2, heads, tokens of a block, head_dim]
     return found.permute(0, 2, 3, 1, 4, 5).flatten(3, 4).float()
 
 
 def pack(kv: Tensor, pages: Tensor, elements: PageElements) -> None:
-    """Write that KV into pages of whatever type, which it fills."""
+    """Write such KV into pages of any type, which it fills."""
     blocks = kv.unflatten(3, (-1, elements.block_tokens)).permute(0, 3, 1, 2, 4, 5)
     pages[:, :, torch.from_numpy(_places(elements))] = blocks.to(pages.dtype)
 
 
 def turned(kv: Tensor, rope: Rope, shift: int) -> Tensor:
-    """The same KV `shift` positions further on; a copy."""
+    """A copy of the KV, `shift` positions further on."""
     angles = torch.tensor(rope.angles(shift), dtype=torch.float64)
     cosines, sines = angles.cos().float(), angles.sin().float()
     firsts, seconds = (list(each) for each in zip(*rope.pairs(), strict=True))
@@ -34,7 +34,7 @@ def turned(kv: Tensor, rope: Rope, shift: int) -> Tensor:
 
 
 def _places(elements: PageElements) -> Offsets:
-    """Of each element where it lies: int64 [2, heads, tokens of a block, head_dim]."""
+    """Where each element lies: int64 [2, heads, tokens of a block, head_dim]."""
     heads = np.arange(elements.num_heads)[:, None, None] * elements.head
     keys = elements.key_tokens[:, None] + elements.key_elements
     values = elements.value_tokens[:, None] + elements.value_elements

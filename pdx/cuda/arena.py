@@ -1,7 +1,7 @@
-"""The arena of a node whose chunks lie on a GPU: generations in a shared file as ever, the data in device memory.
+"""An arena on a GPU: generations in a shared file as ever, the data in device memory.
 
-Opening it maps the tables alone, so a scheduler half or `pdx node --status` never has a CUDA context. Who moves
-bytes maps the data, too (`map`), by a handle that the node hands over (`pdx.node.handover`).
+Opening it maps only the tables, so a scheduler half or `pdx node --status` never has a CUDA context. A process that
+moves bytes maps the data, too (`map`), by a handle that the node hands over (`pdx.node.handover`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ _log = logging.getLogger(__name__)
 class GpuArena(Arena):
     """See `Arena`. `address` is 0 until the data is mapped.
 
-    The data stays mapped until `unmap` or `close`, and beyond it as long as somebody holds it (`hold`, or a
-    `DeviceSpan`).
+    The data stays mapped until `unmap` or `close`, and beyond it as long as it is held (`hold`, or a `DeviceSpan`).
     """
 
     _has_data_in_file: ClassVar[bool] = False
@@ -72,20 +71,21 @@ class GpuArena(Arena):
         self._handover = handover
         self._ticket = ticket
         self._is_node_alive = is_node_alive
-        # Guards the next five; not held during calls of the driver. Reentrant: the collector may end a span anywhere.
+        # Guards the next five; not held during driver calls. Reentrant: the garbage collector may end a span anywhere.
         self._lock = threading.RLock()
         self._memory: DeviceMemory | None = None
         self._on: Gpu | None = None
         self._holds = 0
-        self._is_wanted = False  # mapped, and not to be unmapped when nobody holds it
+        self._is_wanted = False  # mapped, to stay so without holds
         self._is_closed = False
-        self._had_spans = False  # others' libraries have had addresses of it, and may have work under way on them
+        self._had_spans = False  # other libraries got its addresses, and may have work in flight there
         self._streams: list[CopyStream] = []  # idle ones of `read`
 
     @classmethod
     def create(cls, path: Path, nbytes: int, gpu: Gpu) -> GpuArena:  # type: ignore[override]  # by class, not object
-        """Allocate the data on `gpu` and the file of generations (mode 0600), and map both. ArenaTooSmall: the GPU, or
-        the file system, cannot hold it; GpuUnavailable: memory of this GPU cannot be shared between processes."""
+        """Allocate the data on `gpu` and the file of generations (mode 0600), and map both. Raises ArenaTooSmall if the
+        GPU, or the file system, cannot hold it; GpuUnavailable if this GPU's memory cannot be shared between
+        processes."""
         nbytes = round_up(nbytes)
         try:
             memory = DeviceMemory.create(gpu, nbytes)
@@ -113,8 +113,8 @@ class GpuArena(Arena):
         ticket: bytes,
         is_node_alive: Callable[[], bool] = lambda: True,
     ) -> GpuArena:
-        """Map the generations of an arena that a node made, read-only; NodeUnavailable: it has ended. Needs neither a
-        GPU nor its driver. `is_node_alive`: asked about legacy IPC memory, which is gone with its node."""
+        """Map the generations of an arena that a node made, read-only; raises NodeUnavailable if it has ended. Needs
+        neither a GPU nor its driver. `is_node_alive`: asked about legacy IPC memory, which ends with its node."""
         try:
             return cls(
                 path,
@@ -137,9 +137,9 @@ class GpuArena(Arena):
         return memory.kind if memory is not None else ""
 
     def map(self, on: Gpu) -> None:
-        """Map the data for copies and kernels of the GPU `on`. Idempotent; may take as long as `HANDOVER_S`. Errors as
-        of `fetch_handle`; a ProtocolError of what is not this arena; a GpuError where it cannot be mapped for that GPU,
-        or is for another one."""
+        """Map the data for copies and kernels of the GPU `on`. Idempotent; may take as long as `HANDOVER_S`. Raises
+        what `fetch_handle` raises, ProtocolError for what is not this arena, and GpuError if it cannot be mapped for
+        that GPU, or is for another one."""
         with self._lock:
             self._is_wanted = self._memory is not None and not self._is_closed
         if self._on is None and self._handover is not None:
@@ -160,15 +160,15 @@ class GpuArena(Arena):
 
     @property
     def device(self) -> DeviceMemory:
-        """The data, this arena's to close; GpuUnavailable: it is not mapped."""
+        """The data, which this arena closes; raises GpuUnavailable if it is not mapped."""
         memory = self._memory
         if memory is None:
             raise GpuUnavailable(f"{self!r} is not mapped")
         return memory
 
     def hold(self) -> int:
-        """Keep the data mapped until `let_go`, whatever is closed; its address. GpuUnavailable: it is not (any
-        more)."""
+        """Keep the data mapped until `let_go`, even if the arena is closed. Returns its address; raises GpuUnavailable
+        if it is not mapped (any more)."""
         with self._lock:
             if self._memory is None or not self._is_wanted:
                 raise GpuUnavailable(f"{self!r} is not mapped")
@@ -176,7 +176,7 @@ class GpuArena(Arena):
             return self.address
 
     def unmap(self) -> None:
-        """Unmap the data, when nobody holds it any more. It may be mapped again. Idempotent."""
+        """Unmap the data as soon as it has no holds. It may be mapped again. Idempotent."""
         with self._lock:
             self._is_wanted = False
         self._unmap_if_over()
@@ -197,7 +197,7 @@ class GpuArena(Arena):
 
     @property
     def data(self) -> memoryview:
-        """:raises LayoutError: always; the CPU cannot look at it."""
+        """:raises LayoutError: always; the CPU cannot access it."""
         raise LayoutError(f"this chunk is on GPU {self.gpu}: use .tensor(), or read a copy")
 
     def read(self, offset: int, nbytes: int) -> memoryview:
@@ -225,11 +225,11 @@ class GpuArena(Arena):
         return super().is_current(slot) and (self.kind != "ipc" or self._is_node_alive())
 
     def close(self) -> None:
-        """Unmap everything; the data when nobody holds it any more. Idempotent."""
+        """Unmap everything; the data as soon as it has no holds. Idempotent."""
         with self._lock:
             was_closed, self._is_closed, self._is_wanted = self._is_closed, True, False
         if not was_closed and self.kind == "ipc" and self._handover is None:
-            # Whoever has it mapped loses it now, while this process still lives: no slot is current from here on.
+            # Other processes lose their mappings now, while this process still lives: no slot is current from here on.
             self._table[:] = b"\xff" * len(self._table)
         self._unmap_if_over()
         super().close()
@@ -272,7 +272,7 @@ class GpuArena(Arena):
         try:
             stack.enter_context(keeping_context())
             if self._had_spans and on is not None:
-                on.wait()  # whoever drops a tensor does not wait for what it is in, and unmapping does not either
+                on.wait()  # dropping a tensor does not wait for kernels that use it, nor does unmapping
         except GpuError as error:
             _log.warning("memory of GPU %s may be unmapped under work that uses it: %s", self.gpu, str(error))
         for stream in streams:
@@ -280,15 +280,15 @@ class GpuArena(Arena):
         memory.close()
         try:
             stack.close()
-        except GpuError as error:  # what is left to do needs no GPU
+        except GpuError as error:  # what remains to be done needs no GPU
             _log.warning("the thread's current GPU may not be the one of before: %s", str(error))
 
 
 def fetch_handle(path: Path, ticket: bytes, timeout_s: float) -> tuple[Handle, int]:
-    """Ask the node that listens at `path`: the handle, and a descriptor that the caller closes (-1: none).
+    """Ask the node that listens at `path` for the handle, and a descriptor that the caller closes (-1: none).
 
-    Each of its three steps waits `timeout_s` at most. NodeUnavailable: no node is there, or it does not answer in time;
-    NodeError: it refuses, and its log says why; ProtocolError: what answers is not a node of this user.
+    Each of the three steps waits at most `timeout_s`. Raises NodeUnavailable if no node answers in time, NodeError if
+    it refuses (its log says why), and ProtocolError if what answers is not a node of this user.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stream:
         limit = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
@@ -296,7 +296,7 @@ def fetch_handle(path: Path, ticket: bytes, timeout_s: float) -> tuple[Handle, i
             stream.setsockopt(socket.SOL_SOCKET, option, limit)
         try:
             _connect(stream, path, timeout_s)
-            if (uid := peer_of(stream).uid) != os.geteuid():  # else somebody else would learn the ticket
+            if (uid := peer_of(stream).uid) != os.geteuid():  # another user must not learn the ticket
                 raise ProtocolError(f"user {uid} listens at {path}")
             stream.send(ticket)
             message, fds, flags = receive_fds(stream, MAX_ANSWER_BYTES, _MAX_FDS)
@@ -313,7 +313,7 @@ def fetch_handle(path: Path, ticket: bytes, timeout_s: float) -> tuple[Handle, i
 
 
 def _connect(stream: socket.socket, path: Path, timeout_s: float) -> None:
-    """Where the backlog is full, a stop of this process ends the wait, and Python takes the connection for made."""
+    """Connect. If the backlog is full, a stop of this process ends the wait, and Python believes to be connected."""
     until = time.monotonic() + timeout_s
     while True:
         stream.connect(str(path))

@@ -19,8 +19,8 @@ _log = logging.getLogger(__name__)
 class CopyStream(Closing):
     """Copies between any addresses that CUDA knows, or host addresses that it does not (slower: not page-locked).
 
-    Copies run in order, behind each other, while the caller goes on. One thread uses it at a time. Bytes stay the
-    caller's to keep alive and unchanged until `wait` has returned.
+    Copies run in order, one after the other, while the caller goes on. One thread at a time may use it. The caller
+    keeps the bytes alive and unchanged until `wait` has returned.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -37,8 +37,8 @@ class CopyStream(Closing):
             raise
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Begin to copy `nbytes` bytes from address `source` to address `target`. A GpuError if it is closed, the
-        driver does not know the addresses, or an earlier copy failed."""
+        """Begin to copy `nbytes` bytes from address `source` to address `target`. Raises GpuError if the stream is
+        closed, the driver does not know the addresses, or an earlier copy failed."""
         if self._stream is None:
             raise GpuError("a copy on a closed stream")
         self._gpu.use()
@@ -53,8 +53,8 @@ class CopyStream(Closing):
         queue_copies(self._stream, copies)
 
     def wait(self) -> None:
-        """Return when all copies have ended; other threads run meanwhile. A GpuError if one of them failed, so that
-        nothing is known of any bytes."""
+        """Return when all copies have ended; other threads run meanwhile. Raises GpuError if one of them failed, and
+        then the state of all bytes is unknown."""
         if self._stream is None:
             return
         self._gpu.use()
@@ -63,7 +63,7 @@ class CopyStream(Closing):
             call("cuEventSynchronize", self._done)
 
     def close(self) -> None:
-        """Wait for the copies, then give the stream back. Idempotent. What the driver refuses is logged."""
+        """Wait for the copies, then release the stream. Idempotent. Errors of the driver are logged."""
         if self._stream is None:
             return
         for step in (self.wait, self._destroy_event, self._destroy_stream):
@@ -83,8 +83,8 @@ class CopyStream(Closing):
 def queue_copies(stream: Any, copies: Iterable[tuple[int, int, int]]) -> None:
     """Begin copies of (to address, from address, bytes) on a stream of the current context, in any order.
 
-    The addresses are in memory that CUDA knows: a GPU's, or page-locked. One call of the driver for all of them since
-    CUDA 12.8, one for each before.
+    The addresses are in memory that CUDA knows: a GPU's, or page-locked. Since CUDA 12.8 this is one driver call for
+    all of them, before that one for each.
     """
     pieces = [piece for each in copies for piece in _pieces(*each)]
     if len(pieces) < 2 or not hasattr(api(), "cuMemcpyBatchAsync") or version() < _BATCHES_SINCE:

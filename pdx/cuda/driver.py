@@ -1,8 +1,8 @@
 """Calls of the CUDA driver: the only place that touches `cuda.bindings.driver`. Results become values or `GpuError`s.
 
-Whatever in PDX calls the driver raises these: GpuMemoryFull where it is out of memory, GpuUnavailable where there is no
+All of PDX's calls of the driver raise these: GpuMemoryFull if it is out of memory, GpuUnavailable if there is no
 driver, no package or no such GPU, else GpuError; the text has the call, and the error's name and explanation.
-Any thread may call. The bindings let go of the GIL during a call (cuda-bindings 12.9.1 and later).
+Thread-safe. The bindings release the GIL during a call (cuda-bindings 12.9.1 and later).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def api() -> ModuleType:
 
 
 def real_api() -> ModuleType:
-    """The same, also while `replace` has put something else there."""
+    """The same, even while `replace` has put another module there."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -54,14 +54,14 @@ def real_api() -> ModuleType:
 
 
 def replace(module: Any) -> None:
-    """From now on call this module instead, which acts like `cuda.bindings.driver`; None: the real one. For tests."""
+    """Call this module from now on, which must act like `cuda.bindings.driver`; None: the real one. For tests."""
     global _bindings, _ready_in
     with _lock:
         _bindings, _ready_in = module, 0
 
 
 def call(name: str, *args: Any) -> Any:
-    """The value behind the CUresult (None, or a tuple if there are several) of a function of the driver."""
+    """Call a function of the driver. Returns the value behind its CUresult (None, or a tuple of several)."""
     _initialise()
     return _call(name, *args)
 

@@ -31,7 +31,7 @@ class Gpu:
 
     @classmethod
     def find(cls, which: str) -> Gpu:
-        """The GPU of that ordinal ("0") or UUID; or GpuUnavailable, whose text names those that are."""
+        """The GPU with that ordinal ("0") or UUID; raises GpuUnavailable, whose text names those that there are."""
         gpus = all_gpus()
         wanted = _bare(which)
         for gpu in gpus:
@@ -53,8 +53,8 @@ class Gpu:
         call("cuCtxSetCurrent", context)
 
     def wait(self) -> None:
-        """Return when it has done all that this process has asked it to do, or some of it failed; other threads run
-        meanwhile. Makes its context current in the calling thread."""
+        """Return when all work of this process on it has ended, or some has failed; other threads run meanwhile. Makes
+        its context current in the calling thread."""
         self.use()
         call("cuCtxSynchronize")
 
@@ -65,9 +65,9 @@ class Gpu:
         return _attribute(self.device(), name)
 
     def can_access(self, other_uuid: str) -> bool:
-        """Whether it may read and write that GPU's memory: the driver does not say no.
+        """Whether it may read and write that GPU's memory, as far as the driver knows.
 
-        Of a GPU that this process does not see (CUDA_VISIBLE_DEVICES) nothing is said before its memory is mapped.
+        Of a GPU that this process does not see (CUDA_VISIBLE_DEVICES) it knows nothing before its memory is mapped.
         """
         if other_uuid == self.uuid:
             return True
@@ -78,7 +78,7 @@ class Gpu:
         return any(gpu.uuid == other_uuid for gpu in all_gpus())
 
     def free_bytes(self) -> int:
-        """What is free on it now. Makes its context current in the calling thread."""
+        """The bytes that are free on it now. Makes its context current in the calling thread."""
         self.use()
         return int(call("cuMemGetInfo")[0])
 
@@ -98,8 +98,8 @@ def why_no_gpu() -> str:
 
 @contextlib.contextmanager
 def keeping_context() -> Iterator[None]:
-    """After the block the calling thread's current context is the one from before it, which PyTorch takes for the
-    thread's current device. For threads that are not ours."""
+    """Restore the calling thread's current context after the block: PyTorch takes it for the thread's current device.
+    For threads that are not PDX's own."""
     before = call("cuCtxGetCurrent")
     try:
         yield
@@ -109,7 +109,7 @@ def keeping_context() -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
-    """What the block asks the driver for spoils no graph that another thread of this process captures meanwhile."""
+    """Keep driver calls in the block from spoiling a graph that another thread of this process captures meanwhile."""
     before = call("cuThreadExchangeStreamCaptureMode", api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
     try:
         yield

@@ -1,7 +1,7 @@
 """A block of one GPU's memory that other processes can map: by a file descriptor of the driver, or a legacy IPC handle.
 
-Descriptors ("vmm"): whoever has one open or mapped keeps the memory alive, so it outlives the process that made it.
-Legacy handles ("ipc"): the memory goes with the process that made it, and mappings of it turn invalid.
+Descriptors ("vmm"): the memory lives as long as any process has one open or mapped, so it outlives the process that
+made it. Legacy handles ("ipc"): the memory ends with the process that made it, and mappings of it become invalid.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Handle(msgspec.Struct, array_like=True, frozen=True):
     data: Annotated[bytes, Meta(max_length=_IPC_HANDLE_BYTES)]  # kind "ipc": the driver's own handle
 
 
-_Steps = list[tuple[Any, ...]]  # calls that give back what the driver has given us for one memory
+_Steps = list[tuple[Any, ...]]  # driver calls that release what one memory has taken
 
 
 def _give_back(steps: _Steps) -> bool:
-    """Make these calls, last first; whether the driver took them all. What it refuses is logged, and stops nothing."""
+    """Make these calls, last first. Returns whether all succeeded; failures are logged, and stop nothing."""
     is_clean = True
     while steps:
         try:
@@ -62,7 +62,7 @@ def _give_back(steps: _Steps) -> bool:
 
 @contextlib.contextmanager
 def _holding() -> Iterator[_Steps]:
-    """What the block takes is given back if it fails."""
+    """Release what the block has taken if it fails."""
     steps: _Steps = []
     try:
         yield steps
@@ -74,7 +74,7 @@ def _holding() -> Iterator[_Steps]:
 class DeviceMemory(Closing):
     """Mapped memory of a GPU, `address` to `address + nbytes`, for kernels and copies of this process.
 
-    Whoever closes it makes sure that no kernel and no copy on it is under way. Any thread may call.
+    The caller of `close` makes sure that no kernel and no copy on it is in flight. Thread-safe.
     """
 
     def __init__(self, address: int, nbytes: int, gpu: str, kind: Kind, *, on: Gpu, held: _Steps) -> None:
@@ -91,8 +91,8 @@ class DeviceMemory(Closing):
 
     @classmethod
     def create(cls, gpu: Gpu, nbytes: int, kind: Kind | Literal[""] = "") -> DeviceMemory:
-        """At least `nbytes` of new memory on `gpu`; contents are undefined. "" is "vmm" where the GPU supports it.
-        GpuMemoryFull says what is free, GpuUnavailable that the GPU does not support that kind."""
+        """At least `nbytes` of new memory on `gpu`; contents are undefined. "" is "vmm" if the GPU supports it. Raises
+        GpuMemoryFull, which says what is free, and GpuUnavailable if the GPU does not support that kind."""
         if not 0 < nbytes <= MAX_NBYTES:
             raise ValueError(f"{nbytes} bytes of GPU memory; 1 to {MAX_NBYTES} are possible")
         if kind == "vmm" and not gpu.supports_vmm:
@@ -110,8 +110,9 @@ class DeviceMemory(Closing):
 
     @classmethod
     def open(cls, handle: Handle, fd: int, *, on: Gpu) -> DeviceMemory:
-        """Map what another process exported, for use by `on`. `fd` (kind "vmm") stays the caller's. GpuHandleDead: the
-        exporter is gone, and the memory with it; GpuUnavailable: `on` cannot reach that GPU, or open such a handle."""
+        """Map what another process exported, for use by `on`. `fd` (kind "vmm") stays the caller's. Raises
+        GpuHandleDead if the exporter is gone, and the memory with it; GpuUnavailable if `on` cannot reach that GPU, or
+        open such a handle."""
         _check(handle, fd)
         if not on.can_access(handle.gpu):
             raise GpuUnavailable(
@@ -135,7 +136,7 @@ class DeviceMemory(Closing):
         return f"<DeviceMemory {self.kind} {self.nbytes >> 20} MiB of {self.gpu} {state}>"
 
     def export(self) -> tuple[Handle, int]:
-        """A handle for other processes, and a new file descriptor that the caller closes (-1 for kind "ipc"). A
+        """A handle for other processes, and a new file descriptor that the caller closes (-1 for kind "ipc"). Raises
         GpuError if it is closed, or was opened instead of made."""
         if self._held is None or not self._is_made:
             raise GpuError(f"{self} cannot be exported: only who made the memory can, until it is closed")
@@ -151,8 +152,8 @@ class DeviceMemory(Closing):
         return Handle(self.kind, self.gpu, self.nbytes, version, os.getpid(), data), fd
 
     def allow(self, other: Gpu) -> bool:
-        """Whether this process may copy to and from it by `other`, too, from now on: not without peer access, and not
-        memory of legacy IPC handles."""
+        """Let this process copy to and from it by `other`, too. False: without peer access, and for a legacy IPC
+        handle."""
         if self.kind != "vmm" or not other.can_access(self.gpu):
             return False
         try:
@@ -163,7 +164,7 @@ class DeviceMemory(Closing):
         return True
 
     def close(self) -> None:
-        """Unmap it and give up this process's hold on it. Idempotent. What the driver refuses is logged, and the memory
+        """Unmap it and give up this process's hold on it. Idempotent. Errors of the driver are logged, and the memory
         still counts as mapped then."""
         with _mapped_lock:
             held, self._held = self._held, None
@@ -261,7 +262,7 @@ class DeviceMemory(Closing):
 
 
 class DeviceSpan:
-    """Bytes of a GPU's memory as others' libraries take them. Whoever made it keeps them mapped."""
+    """Bytes of a GPU's memory in the form that other libraries accept. Its creator keeps them mapped."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
@@ -279,7 +280,7 @@ def num_mapped() -> int:
 
 
 def _check(handle: Handle, fd: int) -> None:
-    """GpuUnavailable: no process with our code exported this, though it was decoded."""
+    """Raise GpuUnavailable for a handle that decodes, but that no PDX process has exported."""
     expected = _IPC_HANDLE_BYTES if handle.kind == "ipc" else 0
     if len(handle.data) != expected or (fd >= 0) != (handle.kind == "vmm"):
         raise GpuUnavailable(f"a handle of kind {handle.kind!r} with {len(handle.data)} bytes and descriptor {fd}")
@@ -315,7 +316,7 @@ def _cannot_open(error: GpuError, handle: Handle) -> GpuError:
     why = str(error)
     try:
         stat = process_stat(handle.pid)
-    except OSError:  # no descriptor is left, as little for the driver
+    except OSError:  # no descriptor is left, perhaps none for the driver, either
         stat = None
     if handle.kind == "ipc" and (stat is None or stat.state in "ZX"):
         # Which error that gives is not documented.

@@ -12,8 +12,8 @@ from pdx.cuda.driver import api, call
 from pdx.cuda.gpu import Gpu, beside_captures
 from pdx.errors import GpuError
 
-# Pieces end at addresses that are multiples of this. The driver refuses one copy over two pieces, so `CopyStream` cuts
-# every copy there, without knowing which memory is page-locked.
+# Pieces end at addresses that are multiples of this. The driver refuses a copy that spans two pieces, so `CopyStream`
+# cuts every copy there, without knowing which memory is page-locked.
 PIECE_BYTES = 256 << 20
 _WHAT_TO_DO = (
     "allow this process to lock memory (ulimit -l unlimited; in containers --ulimit memlock=-1 or --cap-add IPC_LOCK, "
@@ -27,11 +27,11 @@ class PageLock:
     """Registers [address, address + nbytes) of host memory with CUDA, piece by piece, in a thread of its own.
 
     All or nothing: once a piece is refused, nothing counts as covered any more. What is registered stays so until
-    `close`, because kernels may be on their way to it: its owner closes it when they have ended (also from
+    `close`, because kernels that use it may be in flight: its owner closes it when they have ended (also from
     `on_refused`). `covers` and `error` are for any thread.
 
-    `anchor` keeps the memory mapped; it is let go of when nothing is registered any more. `on_refused` is called at
-    most once, from the thread, with a text that says what to do.
+    `anchor` keeps the memory mapped; it is released when nothing is registered any more. `on_refused` is called at most
+    once, from the thread, with a text that says what to do.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PageLock:
     ) -> None:
         """`is_read_only`: this process may not write to the memory, and the GPU will not.
 
-        :raises ValueError: `address` is not a page's.
+        :raises ValueError: `address` is not the start of a page, or there are no bytes.
         """
         if address % mmap.PAGESIZE or nbytes <= 0:
             raise ValueError(f"{nbytes} bytes at {address:#x}: whole pages can be locked")
@@ -76,7 +76,7 @@ class PageLock:
         return offset >= 0 and 0 <= nbytes <= self._covered - offset
 
     def close(self) -> None:
-        """Stop and unregister; blocks for the piece at work. No kernel or copy may be on it. Idempotent."""
+        """Stop and unregister; blocks for the current piece. No kernel or copy may still use it. Idempotent."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -121,7 +121,7 @@ class PageLock:
             self._covered = address - self._start
 
     def _register_piece(self, address: int, nbytes: int, flags: int) -> bool:
-        """Whether it is registered by us now, or by others; a GpuError if it is not, or only a part of it."""
+        """Register a piece. False: others have registered it already. Raises GpuError for anything less."""
         try:
             call("cuMemHostRegister", address, nbytes, flags)
             return True
@@ -143,7 +143,7 @@ class PageLock:
 
 
 def _is_reachable(address: int, nbytes: int) -> bool:
-    """Whether the GPU reaches all of this host memory at the host's addresses, by others' registrations."""
+    """Whether the GPU reaches all of this host memory at the host's addresses, thanks to others' registrations."""
     end = address + nbytes
     while address < end:
         try:
