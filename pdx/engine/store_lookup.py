@@ -451,9 +451,9 @@ class StoreLookup:
         self, connection: Connection, asked: Asked, kind: type[_A], *, wait: bool = True, times: int = 1
     ) -> _A | None:
         """The answer, if it is there. Raises NodeError if the node refused, or was silent for `times` `lookup_s`."""
-        start = time.monotonic()
+        start = self._clock()
         answer = connection.collect(asked.seq, self._left_s if wait else 0.0, or_another=not self._is_busy)
-        took_s = time.monotonic() - start
+        took_s = self._clock() - start
         # If another answer has come, stop waiting: its request runs now, and this one in the next step.
         has_others = answer is None and wait and took_s < self._left_s
         self._left_s = 0.0 if has_others else max(0.0, self._left_s - took_s)

@@ -49,8 +49,10 @@ from pdx.store.tier import Part
 
 WHOLE, PARTIAL = ".chunk", ".partial"
 _FOLDER = re.compile(r"[0-9a-f]{2}")
-_SIZE = "([1-9][0-9]{0,14})"  # nobody has room for no bytes
-NAME = re.compile(rf"([0-9a-f]{{32}})-([0-9]{{1,6}})-([1-9][0-9]{{0,5}})-{_SIZE}(?:-{_SIZE})?\.chunk")
+NAME = re.compile(
+    r"([0-9a-f]{32})-([0-9]{1,6})-([1-9][0-9]{0,5})"
+    r"-([1-9][0-9]{0,14})(?:-([1-9][0-9]{0,14}))?\.chunk"  # sizes are positive, without leading zeros
+)
 _INLINE = 4  # a file of so few blocks needs no block that says where they are, nor do so few of those …
 _LISTED_BYTES = 12  # … and each takes so many of such a block, behind as many of its own
 _WRITE_KINDS = {
