@@ -129,6 +129,17 @@ def test_an_object_store_that_takes_nothing_is_read_on(beds, tmp_path, caplog, o
     assert object_store.tokens == {"one"}
 
 
+def test_an_object_store_that_answers_writes_alone_with_errors_is_read_on(beds, tmp_path, object_store):
+    """As one that wants fewer of them, or has lost its keys."""
+    object_store.answer = (503, "SlowDown")
+    file = credentials(tmp_path, access_key_id="x", secret_access_key="x", session_token="one")
+    bed = beds("s3://bucket", credentials=file).opened()
+    assert [bed.store(number).kind for number in range(MAX_FAILURES)] == ["failed"] * MAX_FAILURES
+    assert not bed.tier.takes_stores
+    assert bed.sought([9]) == 0
+    assert not bed.counters["remote_paused"]
+
+
 def test_an_object_store_that_lets_nothing_be_removed_says_so(object_store, tmp_path):
     file = credentials(tmp_path, access_key_id="x", secret_access_key="x")
     with contextlib.closing(opened("s3://bucket", credentials=file)) as store:

@@ -54,6 +54,7 @@ log = logging.getLogger("pdx.node")
 THREADS = 4  # for questions, as many for loads, and as many for stores
 HEAD_BYTES = 1024  # the header of a chunk with up to about 100 slices
 _FAULTS = ("unreachable", "timeout", "denied", "untrusted", "failed")  # of the store …
+_OF_WRITES = (*OF_STORES, "failed")  # answers to what changes something there; they say nothing of reads
 _ENDS_CONNECTION = ("unreachable", "timeout")
 _OF_CHUNKS = ("missing", "corrupt", "truncated", "outdated")  # … and of what is there
 
@@ -264,7 +265,7 @@ class RemoteTier(StoreTier):
 
     def _removed(self, work: Work) -> None:
         error = work.error
-        if error is None or error.kind not in OF_STORES:
+        if error is None or error.kind not in _OF_WRITES:
             self._went(error)
         self._catalog.removed(is_done=error is None)
         if error is None:
@@ -286,14 +287,18 @@ class RemoteTier(StoreTier):
         if error is None:
             self._went(None)
             self._count("loaded" if is_load else "stored")
+            if not is_load:
+                self._health.wrote()
         elif error.kind == "paused":
             self._count("not_asked" if is_load else "left_out")
         elif error.kind != "cancelled":
             self._warn(error, "the chunk counts as missing" if is_load else "the chunk is not there")
-            if is_load or error.kind not in OF_STORES:
+            if is_load or error.kind not in _OF_WRITES:
                 self._went(error)
-            else:  # what is there can be loaded
+            elif error.kind in OF_STORES:  # what is there can be loaded
                 self._health.pause_writes()
+            else:  # likewise, as far as anybody knows
+                self._health.not_written(is_read_only=False)
             if not is_load:
                 self._not_stored([key], str(error))
         if is_load and error is not None and error.kind in _OF_CHUNKS:
