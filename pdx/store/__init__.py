@@ -1,1 +1,1 @@
-"""The chunk store of a node: where chunks lie, which are there, which must go. No sockets here."""
+"""A node's chunk store: chunks and their life, leases, slot pools, eviction, tiers and copies. No sockets here."""

@@ -1,4 +1,4 @@
-"""Where in an arena a slot lies: a best-fit allocator of offsets. Arithmetic only; it never touches the memory.
+"""A best-fit allocator of slots in an arena. It computes offsets only and never touches the memory.
 
 Best fit with coalescing of neighbours: Knuth, The Art of Computer Programming, volume 1, section 2.5.
 """
@@ -10,14 +10,14 @@ from bisect import bisect_left, insort
 from collections.abc import Collection
 
 ALIGNMENT = 4096
-_SPARE = 16  # holes that have gone stay in a heap, up to so many and as many again as are there
+_SPARE = 16  # stale entries that a heap may hold, beyond one per live entry, before it is rebuilt
 
 
 class Allocator:
-    """Slots within [0, total), each aligned to 4 KB. For one thread: the node's control loop.
+    """Allocates slots within [0, total), each aligned to 4 KB. Not thread-safe: owned by the node's control loop.
 
-    All state: the slots, and the holes between them by place and by size; touching holes are always one hole. Finding a
-    hole is a binary search among the sizes that there are, of which there are few, and the top of a heap.
+    Its state is the slots, and the holes between them by offset and by size; adjacent holes are always joined. Finding
+    a hole takes a binary search among the sizes of holes, of which there are few, and the top of a heap.
     """
 
     def __init__(self, total: int) -> None:
@@ -29,9 +29,9 @@ class Allocator:
         self._slots: dict[int, int] = {}  # offset -> bytes
         self._hole_at: dict[int, int] = {}  # offset -> bytes
         self._sizes: list[int] = []  # of all holes, each once, sorted
-        self._of_size: dict[int, list[int]] = {}  # size -> a heap: offsets of its holes, and of some that have gone
-        self._count_of: dict[int, int] = {}  # size -> how many holes have it
-        self._ends: dict[int, int] = {}  # where a slot or a hole ends -> its offset
+        self._of_size: dict[int, list[int]] = {}  # size -> a heap of its holes' offsets, with some stale ones
+        self._count_of: dict[int, int] = {}  # size -> number of holes
+        self._ends: dict[int, int] = {}  # end of a slot or hole -> its offset
         self._add_hole(0, total)
 
     def __repr__(self) -> str:
@@ -41,14 +41,14 @@ class Allocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in holes, all together."""
+        """Total size of all holes."""
         return self._free_bytes
 
     def allocate_many(self, nbytes: int, count: int) -> list[int]:
-        """Offsets of up to `count` new slots of `nbytes` each, as many as fit; each is freed on its own.
+        """Allocate up to `count` slots of `nbytes` each, as many as fit; return their offsets. Each is freed alone.
 
-        They lie one behind the other where one hole holds them all (the smallest such, the one of lowest offset among
-        equals), otherwise the smallest hole that fits is used up before the next. Sizes are rounded up to 4 KB.
+        If one hole holds them all, they are contiguous in the smallest such hole, of equal ones that with the lowest
+        offset. Otherwise the smallest hole that fits is used up before the next. Sizes are rounded up to 4 KB.
 
         :raises ValueError: `nbytes` is not positive or `count` is negative.
         """
@@ -60,7 +60,7 @@ class Allocator:
             at = bisect_left(self._sizes, size)
         offsets: list[int] = []
         rests: list[tuple[int, int]] = []  # (offset, bytes)
-        while at < len(self._sizes) and len(offsets) < count:  # a size of which no hole is left goes: `at` is the next
+        while at < len(self._sizes) and len(offsets) < count:  # a size without holes is removed: `at` is then the next
             start = self._lowest(self._sizes[at])
             hole_bytes = self._remove_hole(start)
             taken = min(hole_bytes // size, count - len(offsets)) * size
@@ -74,10 +74,10 @@ class Allocator:
         return offsets
 
     def free_many(self, offsets: Collection[int]) -> None:
-        """Give these slots back; their room joins the holes beside it, neighbours among them at once.
+        """Free these slots. Their room is joined with adjacent holes, adjacent slots in one step.
 
-        :raises ValueError: no slot starts at one of them (never allocated, or freed already), or one is named twice;
-            nothing changed.
+        :raises ValueError: no slot starts at one of the offsets (never allocated, or already freed), or an offset is
+            given twice; nothing has changed.
         """
         once = set(offsets)
         for offset in once:
@@ -95,15 +95,15 @@ class Allocator:
         self._join_hole(start, end)
 
     def before(self, offset: int) -> int | None:
-        """The offset of the slot or hole that ends at `offset`; None where none does."""
+        """The offset of the slot or hole that ends at `offset`; None if none does."""
         return self._ends.get(offset)
 
     def hole_bytes(self, offset: int) -> int:
-        """The bytes of the hole that begins at `offset`; 0 where none does."""
+        """The size of the hole that begins at `offset`; 0 if none does."""
         return self._hole_at.get(offset, 0)
 
     def _join_hole(self, start: int, end: int) -> None:
-        """[start, end) is nobody's any more: one hole with those beside it. Nothing where it is empty."""
+        """Make [start, end) one hole together with adjacent holes. No-op if the range is empty."""
         if start == end:
             return
         before = self._ends.get(start, start)
@@ -127,7 +127,7 @@ class Allocator:
         self._free_bytes += nbytes
 
     def _lowest(self, nbytes: int) -> int:
-        """The offset of the first of the holes that have this size."""
+        """The lowest offset among the holes of this size."""
         heap = self._of_size[nbytes]
         while self._hole_at.get(heap[0]) != nbytes:
             heapq.heappop(heap)

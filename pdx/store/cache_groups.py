@@ -1,7 +1,7 @@
-"""Prompts of several cache groups: what can be restored, what would have to come for more, and room for the rest.
+"""Prompts with several cache groups: what can be restored, what may be waited for, and room for the rest.
 
-The keys of all groups are one list, group behind group, each with as many; the rules are in `pdx.memory.rules`. Each
-call costs a look at each of its keys, a few at most.
+The keys of all groups are one list, group after group, with the same number of keys each; the rules are in
+`pdx.memory.rules`. Each call looks up each of its keys at most a few times.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from pdx.store.store import Store
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """What a prompt waits for: of `keys` those behind the first `hits`, which are here. Of several cache groups all of
-    them, that one length of the prompt needs; `worth`: how many chunks of it need not be computed for each that comes.
+    """What a prompt waits for: `keys` after the first `hits`, which are in memory already.
+
+    With several cache groups, one length of the prompt needs all of `keys`; `worth` is the number of the prompt's
+    chunks that need not be computed, per chunk that is loaded.
     """
 
     keys: Sequence[bytes]
@@ -32,7 +34,7 @@ class Goal(msgspec.Struct, frozen=True):
 
 
 def restorable(store: Store, wanted: Wanted, *, also_filling: bool = False) -> tuple[int, list[tuple[Chunk, ...]]]:
-    """How many leading chunks of a prompt memory has what they need of, and what that is, group behind group."""
+    """The number of a prompt's leading chunks that memory can restore, and the chunks for that, group after group."""
     shards, arenas, count = wanted.shards, wanted.arenas, len(wanted.keys) // len(wanted.rules)
     there: dict[int, tuple[Chunk, ...]] = {}
 
@@ -50,8 +52,8 @@ def restorable(store: Store, wanted: Wanted, *, also_filling: bool = False) -> t
 
 
 def _longest(wanted: Wanted, is_there: Callable[[int], bool]) -> tuple[int, int]:
-    """How many leading chunks can be restored from what is there of its keys, by index; and how many could be, if all
-    was there of the groups that do not need all of their chunks. What lies behind that is not looked at."""
+    """The number of leading chunks that can be restored, given which keys are there, by index; and the number if all
+    chunks of the groups that do not need all of theirs were there. Chunks after that are not looked up."""
     rules, count = wanted.rules, len(wanted.keys) // len(wanted.rules)
     end, full = count, {group for group, rule in enumerate(rules) if rule.reach >= count and not rule.period}
     for group in sorted(full):
@@ -61,7 +63,7 @@ def _longest(wanted: Wanted, is_there: Callable[[int], bool]) -> tuple[int, int]
 
 
 def whole(wanted: Wanted) -> Wanted:
-    """What all of a prompt needs; of one cache group as it is."""
+    """The keys that the whole prompt needs; with one cache group, `wanted` as it is."""
     if not wanted.rules:
         return wanted
     count = len(wanted.keys) // len(wanted.rules)
@@ -70,9 +72,9 @@ def whole(wanted: Wanted) -> Wanted:
 
 
 def goals(store: Store, wanted: Wanted, hits: int, may_come: Callable[[bytes], bool]) -> Iterator[Goal]:
-    """What may be waited for, the most first: the whole prompt; where that does not come, what groups that need all of
-    their chunks leave to hope for; and where that does not, what `may_come`, by what is known now. Of each length that
-    is more than `hits` once.
+    """What the prompt may wait for, the longest first, each length above `hits` once: the whole prompt; else the length
+    to which the groups that need all of their chunks are here or `may_come`; else the length for which all groups'
+    chunks are here or `may_come`, by what is known now.
     """
     rules, keys, shards, arenas = wanted.rules, wanted.keys, wanted.shards, wanted.arenas
     count = len(keys) // len(rules)
@@ -84,7 +86,7 @@ def goals(store: Store, wanted: Wanted, hits: int, may_come: Callable[[bytes], b
         wants = [(keys[at], is_here(at)) for at in needed(rules, count, length, has_tail=wanted.has_tail)]
         present = [key for key, here in wants if here]
         missing = [key for key, here in wants if not here]
-        if arenas:  # what another arena has can be copied at once: then what is left is in tiers below
+        if arenas:  # first what another arena has, because it can be copied at once; the rest is in tiers below
             missing.sort(key=lambda key: store.index.anywhere(key, shards, arenas) is None)
         return Goal(present + missing, len(present), (length - hits) / max(1, len(missing)))
 
@@ -96,17 +98,17 @@ def goals(store: Store, wanted: Wanted, hits: int, may_come: Callable[[bytes], b
 
 
 def reserve(store: Store, claims: Sequence[Claim]) -> tuple[list[list[int]], list[list[Slot]], bool]:
-    """Room for the keys of several cache groups that are not there, as `Store.reserve` of one: for all of them or, with
-    `partial`, up to one chunk of the prompt, the same of all groups.
+    """Reserve room for the missing keys of several cache groups, like `Store.reserve` for one: for all of them or, with
+    `partial`, up to one chunk of the prompt, which is the same for all groups.
 
-    :returns: of each claim the granted indices and their slots; whether room ran out.
+    :returns: the granted indices per claim, their slots per claim, and whether room ran out.
     :raises ArenaTooSmall, ProtocolError: see `Store.reserve`.
     """
     if len({key for claim in claims for key in claim.keys}) != sum(len(claim.keys) for claim in claims):
         raise ProtocolError("a key stands twice in one reservation")
-    # The prompt has the others already: they do not go for the rest.
+    # The prompt needs the chunks that are there, too: they must not be evicted for the rest.
     found = (chunk for claim in claims for key in claim.keys for chunk in store.index.of(key))
-    kept = [chunk for chunk in found if not chunk.is_for_one]  # that would go with its first reader
+    kept = [chunk for chunk in found if not chunk.is_for_one]  # `unhold` would free those
     store.hold(kept)
     try:
         return _reserve(store, claims)
@@ -124,7 +126,7 @@ def _reserve(store: Store, claims: Sequence[Claim]) -> tuple[list[list[int]], li
     slots, fits = _take(store, claims, wanted, end)
     if fits < end:  # there are bytes enough, but scattered
         is_full, first = True, min(indices[0] for indices in wanted if indices)
-        while fits <= first < end - 1 and claims[0].partial:  # fewer may fit
+        while fits <= first < end - 1 and claims[0].partial:  # not even the first fits: try half as many
             _cut(store, claims, slots, [0] * len(claims))
             end = (first + end + 1) // 2
             slots, fits = _take(store, claims, wanted, end)
@@ -138,15 +140,15 @@ def _reserve(store: Store, claims: Sequence[Claim]) -> tuple[list[list[int]], li
 
 
 def _pass(store: Store, claims: Sequence[Claim], wanted: Sequence[Sequence[int]], end: int) -> None:
-    """Have each claim say what its prompt passes: what of these chunks neither the first `end` need, nor one chunk less
-    (the same prompt again: its last token is computed), nor the leading ones that others have left here of all groups
-    that need all of them: there prompts part."""
+    """Set which chunks of each claim its prompt passes, so that they are evicted first: those that are needed neither
+    for the first `end` chunks, nor for one chunk less (the same prompt again: its last token is computed), nor for the
+    leading chunks that other prompts have left in all groups that need all of theirs: there prompts diverge."""
     of_others = [
         indices[0] if indices else len(claim.keys)
         for claim, indices in zip(claims, wanted, strict=True)
         if claim.rule is not None and claim.rule.needs_all
     ]
-    if not of_others:  # where prompts part is not to be seen
+    if not of_others:  # nothing shows where prompts diverge
         return
     parting = min(of_others)
     for claim in claims:
@@ -161,7 +163,7 @@ def _pass(store: Store, claims: Sequence[Claim], wanted: Sequence[Sequence[int]]
 def _take(
     store: Store, claims: Sequence[Claim], wanted: Sequence[Sequence[int]], end: int
 ) -> tuple[list[list[Slot]], int]:
-    """Slots for what is wanted before chunk `end`, of each claim; up to which chunk all of them have theirs."""
+    """Slots per claim for the wanted chunks before `end`, and the chunk up to which all claims have theirs."""
     slots: list[list[Slot]] = [[] for _ in claims]
     fits = end
     for claim, of_claim, own in zip(claims, wanted, slots, strict=True):
@@ -176,7 +178,7 @@ def _take(
 def _cut(
     store: Store, claims: Sequence[Claim], slots: Sequence[Sequence[Slot]], counts: Sequence[int]
 ) -> list[list[Slot]]:
-    """Of each claim the slots of so many chunks; the others are given back."""
+    """Keep the slots of the first `counts` chunks of each claim; give the others back."""
     kept = [list(of[: count * len(claim.writers)]) for claim, of, count in zip(claims, slots, counts, strict=True)]
     for of_claim, left in zip(slots, kept, strict=True):
         for slot in of_claim[len(left) :]:
@@ -185,12 +187,12 @@ def _cut(
 
 
 def _fitting(store: Store, claims: Sequence[Claim], wanted: Sequence[Sequence[int]]) -> int:
-    """Behind which chunk there is no room, by its bytes, for what is missing of all groups.
+    """The chunk up to which the missing chunks of all groups fit, judged by available bytes alone.
 
     :raises ArenaTooSmall: see `Store.reserve`.
     """
     homes: dict[int, int] = Counter(claims[0].arenas or (0,) * len(claims[0].writers))
-    of_index: Counter[int] = Counter()  # bytes in each shard
+    of_index: Counter[int] = Counter()  # bytes per shard, over all groups
     for claim, indices in zip(claims, wanted, strict=True):
         for index, nbytes in zip(indices, claim.sizes(indices), strict=True):
             of_index[index] += round_up(nbytes)

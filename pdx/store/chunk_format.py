@@ -1,10 +1,10 @@
-"""The form of a chunk that is kept outside of memory, in a file or under a key.
+"""The format of a chunk outside memory: in a file, or under a key of a remote store.
 
-It is a header, then the bytes of the chunk as they lie in the arena, or its slices, each encoded by itself, one behind
-the other.
+A header is followed by the chunk's bytes as they lie in the arena, or by its slices, each encoded separately, without
+gaps.
 
-The header says what the bytes are for and has a digest of each slice, as it stands there; of an encoded chunk also the
-codec, and how many bytes each slice takes:
+The header names the chunk and has a digest of each slice as stored; for an encoded chunk also the codec and the
+size of each encoded slice:
 
     magic (8 bytes) | version (4) | bytes of the body (4) | digest of the body (8) | body, msgpack | zeros to 4 KiB
 """
@@ -32,18 +32,18 @@ from pdx.wire.base import MAX_LAYERS, Key, LayerCount, Shard
 
 MAGIC = b"PDXCHUNK"
 VERSION = 4
-HEADER_BYTES = 4096  # of a chunk with fewer than about 320 slices; more slices need whole further blocks
+HEADER_BYTES = 4096  # for fewer than about 320 slices; more slices need further whole blocks
 _DIGEST_BYTES = 8
-_SIZE = struct.Struct("<I")  # of a slice that is encoded
+_SIZE = struct.Struct("<I")  # of an encoded slice
 _MAX_SLICE_BYTES = 1 << 31  # larger ones are not encoded
 _MAX_BODY_BYTES = (_DIGEST_BYTES + _SIZE.size) * MAX_LAYERS + 384
 _PREFIX = struct.Struct("<8sIIQ")
-_PIECE_BYTES = 8 << 20  # looked at before somebody may end it
+_PIECE_BYTES = 8 << 20  # processed between two checks for cancellation
 Over = Callable[[], bool]
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What it says of itself."""
+    """The header's body: which chunk follows, and how it is stored."""
 
     key: Key
     shard: Shard
@@ -51,25 +51,25 @@ class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     layers: LayerCount
     digests: Annotated[bytes, Meta(max_length=_DIGEST_BYTES * MAX_LAYERS)]
     codec: Annotated[str, Meta(min_length=1, max_length=128)] = NONE  # see `pdx.store.codecs.codec.codec_of`
-    sizes: Annotated[bytes, Meta(max_length=_SIZE.size * MAX_LAYERS)] = b""  # of its slices, if it is encoded
+    sizes: Annotated[bytes, Meta(max_length=_SIZE.size * MAX_LAYERS)] = b""  # per slice, if the chunk is encoded
 
     @property
     def of(self) -> tuple[bytes, int, int, int]:
-        """Which chunk it is: key, shard, slices, bytes."""
+        """The chunk's identity: key, shard, slices, bytes."""
         return self.key, self.shard, self.layers, self.nbytes
 
     @property
     def coded(self) -> int:
-        """Bytes behind the header of an encoded chunk; 0: it is not encoded."""
+        """Bytes after the header of an encoded chunk; 0: it is not encoded."""
         return sum(size for (size,) in _SIZE.iter_unpack(self.sizes))
 
     @property
     def stored(self) -> int:
-        """Bytes behind the header."""
+        """Bytes after the header."""
         return self.coded or self.nbytes
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Start and bytes of each slice, as it stands behind the header."""
+        """Start and bytes of each slice as stored; starts count from the end of the header."""
         if self.codec == NONE:
             yield from (slice_span(self.nbytes, self.layers, layer, 1) for layer in range(self.layers))
             return
@@ -83,17 +83,17 @@ _decoder = msgspec.msgpack.Decoder(Header)
 
 
 def header_bytes(layers: int) -> int:
-    """What comes before the bytes of a chunk with so many slices."""
+    """Size of the header, with padding, of a chunk with so many slices."""
     return round_up(_PREFIX.size + 256 + (_DIGEST_BYTES + _SIZE.size) * layers)
 
 
 def aligned(nbytes: int) -> memoryview:
-    """Empty memory that a disk can read and write itself, as it can that of an arena."""
+    """New zeroed memory that is page-aligned for direct I/O, like that of an arena."""
     return memoryview(mmap.mmap(-1, nbytes))
 
 
 class Packed(NamedTuple):
-    """A chunk as it is kept: header and body, of whole granules if its data were; the body has `nbytes` bytes."""
+    """A chunk as stored: header and body. The body holds `nbytes` bytes, padded to whole granules if its source was."""
 
     head: memoryview
     body: memoryview
@@ -102,20 +102,20 @@ class Packed(NamedTuple):
 
     @property
     def data(self) -> memoryview:
-        # A view of it would keep an arena mapped that it lies in, for as long as an error remembers who has it.
+        # A new view of all of it would keep its arena mapped as long as an error's traceback refers to it.
         return self.body if len(self.body) == self.nbytes else self.body[: self.nbytes]
 
     @property
     def coded(self) -> int:
-        """The bytes of the body if it is encoded, else 0."""
+        """The size of the body if it is encoded, else 0."""
         return self.nbytes * self.is_encoded
 
 
 def packed(part: Part, data: memoryview, codec: str, is_over: Over) -> Packed:
-    """A whole chunk, which `data` begin with, behind its header: by the codec where it then takes fewer granules, else
-    `data` themselves.
+    """Pack the whole chunk at the beginning of `data`: encoded if it then takes fewer granules, else as it is, with
+    `data` itself as the body.
 
-    :raises TierError: the codec is not for such chunks; `is_over`.
+    :raises TierError: the codec cannot encode such chunks, or `is_over`.
     """
     if codec != NONE and (found := _encoded(part, data, codec, is_over)) is not None:
         return found
@@ -150,10 +150,10 @@ def _encoded(part: Part, data: memoryview, codec: str, is_over: Over) -> Packed 
 def unpacked(
     header: Header, data: memoryview, path: object, is_over: Over, into: memoryview | None = None
 ) -> memoryview:
-    """The bytes of a chunk whose header was read of `path`, and `data` behind it: decoded, `into` the place for them,
-    if it is encoded, else `data` themselves. The digests are compared first.
+    """The bytes of a chunk, given its header and the `data` after it, read from `path`: decoded into `into` (new memory
+    by default) if the chunk is encoded, else `data` itself. The digests are compared first.
 
-    :raises TierError: they are not what was written; this release knows no such codec; `is_over`.
+    :raises TierError: the data is not what was written, this release does not know the codec, or `is_over`.
     """
     compare(header, data, path, is_over)
     if header.codec == NONE:
@@ -177,11 +177,11 @@ Read = Callable[[Sequence[memoryview]], "int | None"]  # see `pdx.store.remote.b
 
 
 def load(job: Job, arena: Arena, path: object, read: Read, is_over: Over, coded: int | None = None) -> None:
-    """Have the one chunk of a job read from `path` into its place, see that it is good, and decode it. `coded`: its
-    bytes behind the header if it is encoded, 0 if it is not; None: its header says so.
+    """Read the one chunk of a job from `path` into its slot, verify it, and decode it. `coded`: its bytes after the
+    header if it is encoded, 0 if it is not; None: take that from its header.
 
-    :raises TierError: nothing is there, or something else, or it is damaged, or `read` failed; `is_over`; or its place
-        is another's by now. Anything may be in its place then.
+    :raises TierError: the chunk is missing, damaged or another one, `read` failed, `is_over`, or the slot has been
+        given to another owner. The slot's content is then undefined.
     """
     [part], slot = job.parts, job.parts[0].slot
     job.start_ns = time.monotonic_ns()
@@ -198,7 +198,7 @@ def load(job: Job, arena: Arena, path: object, read: Read, is_over: Over, coded:
             own = part.key, part.shard, part.layers, slot.nbytes, header.coded if coded is None else coded
             if (*header.of, header.coded) != own or size > len(head) + len(data):
                 raise TierError(f"{path} has another chunk", "corrupt")
-            if coded is None and header.coded:  # it takes no more than one that is not encoded, and lies in its place
+            if coded is None and header.coded:  # it was read into the slot itself, which is larger: move it away
                 data = memoryview(bytes(data[: header.coded]))
             arena.check(slot)
             unpacked(header, data, path, is_over, room[: slot.nbytes])
@@ -219,7 +219,7 @@ def _head(header: Header) -> memoryview:
 
 
 def whole_header(head: memoryview) -> int:
-    """So many bytes have to be read for the header that begins so; 0: it is none."""
+    """The size of the header that begins with `head`, without padding; 0: it is not a header."""
     if len(head) < _PREFIX.size:
         return 0
     magic, _, body_bytes, _ = _PREFIX.unpack_from(head)
@@ -227,9 +227,9 @@ def whole_header(head: memoryview) -> int:
 
 
 def parsed(data: memoryview, size: int, path: object) -> Header:
-    """The header at the beginning of `data`, of `path` with `size` bytes in all.
+    """Parse the header at the beginning of `data`, which was read from `path`; that has `size` bytes in all.
 
-    :raises TierError: there is none.
+    :raises TierError: the header is damaged, of another version, or does not fit `size`.
     """
     if len(data) < _PREFIX.size:
         raise TierError(f"{path} ends in its header", "truncated")
@@ -249,7 +249,7 @@ def parsed(data: memoryview, size: int, path: object) -> Header:
         _damaged(path)
     num_sizes = header.layers if header.codec != NONE else 0
     has_sizes = len(header.sizes) == _SIZE.size * num_sizes and (not num_sizes or 0 < header.coded < header.nbytes)
-    if not (header.nbytes and has_sizes):  # nobody has room for no bytes
+    if not (header.nbytes and has_sizes):  # a slot of no bytes does not exist
         _damaged(path)
     whole = header_bytes(header.layers) + header.stored
     if len(header.digests) != _DIGEST_BYTES * header.layers or size > whole:
@@ -264,9 +264,9 @@ def _damaged(path: object) -> NoReturn:
 
 
 def compare(header: Header, data: memoryview, path: object, is_over: Over) -> None:
-    """Whether `data` are the bytes that stand behind that header.
+    """Check `data` against the header's digests.
 
-    :raises TierError: a slice has not the digest that was written with it; `is_over`.
+    :raises TierError: a slice's digest differs, or `is_over`.
     """
     due = 0
     for number, (first, nbytes) in enumerate(header.spans()):

@@ -1,9 +1,9 @@
-"""Chunks by their own tokens, wherever in a prompt they were computed (ADR 80).
+"""Finds chunks by their own tokens, wherever in a prompt they were computed (ADR 80).
 
-A chunk's key names all tokens that lead up to it. Here it has a second name, of its own tokens alone; by that a prompt
-finds chunks whose beginning it does not share: of a conversation that was cut, or whose parts stand in another order.
-What is found here is a hint: whether a chunk is there, and in which tier, is asked by its key as ever. Nothing of it is
-stored, nor told to other nodes: it is lost with this one, and told again when requests ask for room again.
+A chunk's key covers all tokens up to its end. Here the chunk has a second name, which covers its own tokens alone; by
+that a prompt finds chunks whose prefix it does not share: of a conversation that was cut or reordered. A result is a
+hint: whether a chunk is there, and in which tier, is looked up by its key as always. The names are neither stored nor
+told to other nodes: they are lost with this node, and told again when requests ask for room again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import xxhash
 from pdx.wire.base import MAX_KEYS
 from pdx.wire.moved import TOKEN_BYTES, Piece, Told
 
-MAX_BYTES = 64 << 20  # of all that is known
-RECORD_BYTES = 1100  # of a record beside its tokens, as measured
-MAX_ALIKE = 8  # chunks of one name that are looked at; the newest
-MAX_BEHIND = 64  # chunks behind one whose beginnings are compared; the newest
-NAME_TOKENS = 256  # a chunk is found by its first ones, and then compared: a name costs the same for chunks of any size
-MAX_LOOKS = 1 << 13  # names that one question makes, and chunks that it follows: some 25 ms at worst
-LOOK_TOKENS = 1 << 12  # comparing so many tokens costs as much, and counts as one: chunks may be large, and much alike
+MAX_BYTES = 64 << 20  # of all records together
+RECORD_BYTES = 1100  # of a record without its tokens, as measured
+MAX_ALIKE = 8  # chunks of one name that are compared; the newest
+MAX_BEHIND = 64  # successors of one chunk whose beginnings are compared; the newest
+NAME_TOKENS = 256  # leading tokens that a name covers, so that it costs the same for chunks of any size
+MAX_LOOKS = 1 << 13  # names computed and chunks followed per search: about 25 ms at worst
+LOOK_TOKENS = 1 << 12  # comparing so many tokens costs as much as one look, and counts as one
 
 _T = TypeVar("_T", bound=Hashable)
 
@@ -36,28 +36,28 @@ def _any(key: bytes) -> bool:
 
 class _Record(NamedTuple):
     scope: bytes
-    parent: bytes  # the key before it; of the first chunk of a prompt the scope; empty: not known
+    parent: bytes  # the key before it; for a prompt's first chunk the scope; empty: not known
     first: int  # position of its first token
     ids: bytes
     is_moved: bool
 
 
 class ContentNames:
-    """Owned by the control loop; each call costs what it names."""
+    """The table of names. Owned by the control loop; the cost of a call is proportional to its arguments."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._seed = int.from_bytes(os.urandom(8), "little")
-        self._records: OrderedDict[bytes, _Record] = OrderedDict()  # the last that was told or found comes last
-        self._named: dict[int, dict[bytes, None]] = {}  # keys by their names; the newest comes last
-        self._behind: dict[bytes, dict[bytes, None]] = {}  # keys by the one before them, likewise
+        self._records: OrderedDict[bytes, _Record] = OrderedDict()  # in LRU order
+        self._named: dict[int, dict[bytes, None]] = {}  # keys by name, the newest last
+        self._behind: dict[bytes, dict[bytes, None]] = {}  # keys by the key before them, the newest last
         self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._records)
 
     def tell(self, told: Told, keys: Sequence[bytes], before: bytes) -> None:
-        """These are the keys of chunks with these tokens; `before`: the key that leads up to the first one."""
+        """Add the keys of the chunks with these tokens. `before`: the key before the first one."""
         width = told.chunk_tokens * TOKEN_BYTES
         parent = before if told.first else told.scope
         for at, key in enumerate(keys[: len(told.ids) // width]):
@@ -78,7 +78,7 @@ class ContentNames:
         self._behind.setdefault(record.parent, {})[key] = None
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Nobody finds these any more, and their tokens are not kept."""
+        """Drop these keys and their tokens."""
         for key in keys:
             record = self._records.pop(key, None)
             if record is not None:
@@ -95,10 +95,10 @@ class ContentNames:
     def find(
         self, scope: bytes, ids: bytes, chunk_tokens: int, is_there: Callable[[bytes], bool] = _any
     ) -> list[Piece]:
-        """Pieces of known chunks that are the prompt with these tokens, from its first token on and without a gap.
+        """Pieces of known chunks that make up the prompt with these tokens, from its first token on and without a gap.
 
-        The leading ones are chunks of prompts that begin so, too: these are exact. Empty: there are none, whatever is
-        known of what follows. `is_there`: of a key, whether its chunk is worth a question.
+        The leading pieces belong to prompts with the same beginning and are exact. Without any of those the result is
+        empty, whatever is known of later tokens. `is_there`: whether the chunk of a key is worth a lookup.
         """
         pieces = _Search(self, scope, ids, chunk_tokens, is_there).run()
         for piece in pieces:
@@ -108,7 +108,7 @@ class ContentNames:
     # ---- for a search -----------------------------------------------------------------------
 
     def name(self, scope: bytes, ids: bytes) -> int:
-        """It decides nothing: whoever finds a chunk by it compares the scope, and all tokens."""
+        """The name of these tokens. A match is not proof: the caller compares the scope and all tokens."""
         seed = self._seed ^ int.from_bytes(scope[:8], "little")
         return xxhash.xxh3_64_intdigest(ids[: NAME_TOKENS * TOKEN_BYTES], seed)
 
@@ -116,8 +116,8 @@ class ContentNames:
         return self._records.get(key)
 
     def alike(self, scope: bytes, ids: bytes, first: int, count: int) -> tuple[list[bytes], int]:
-        """Chunks with exactly tokens [first, first + count) of these, those first that were computed, and of these the
-        newest; and how many tokens were compared for that."""
+        """Keys of chunks with exactly tokens [first, first + count) of `ids`, those computed unmoved first, then the
+        newest first; and the number of tokens compared."""
         start = first * TOKEN_BYTES
         known = self._named.get(self.name(scope, ids[start : start + min(count, NAME_TOKENS) * TOKEN_BYTES]))
         if known is None:
@@ -134,7 +134,7 @@ class ContentNames:
 
 
 class _Search:
-    """One question. `looks`: what is left of `MAX_LOOKS`; without any, what was found by then is the answer."""
+    """One search. It ends with what it has found once its `MAX_LOOKS` are used up."""
 
     def __init__(
         self, names: ContentNames, scope: bytes, ids: bytes, chunk_tokens: int, is_there: Callable[[bytes], bool]
@@ -143,12 +143,12 @@ class _Search:
         self._is_there = is_there
         self._size = chunk_tokens
         self._end = len(ids) // TOKEN_BYTES
-        self._known: dict[int, list[bytes]] = {}  # chunks that the tokens from here on are, whole
+        self._known: dict[int, list[bytes]] = {}  # position -> whole chunks with the tokens from there on
         self._looks = MAX_LOOKS
 
     def run(self) -> list[Piece]:
         pieces: list[Piece] = []
-        at, last = 0, self._scope  # behind which chunk, as a whole; empty: behind a part of one
+        at, last = 0, self._scope  # `last`: the whole chunk before `at`; empty: only a part of a chunk is before it
         while at < self._end and self._looks > 0:
             more = self._whole(at, last, is_first=not pieces) or self._beginning(at, last)
             if not more and pieces:
@@ -180,7 +180,7 @@ class _Search:
         return found
 
     def _next(self, at: int, last: bytes) -> bytes | None:
-        """The chunk that is there behind the last one."""
+        """A chunk for the tokens at `at` whose predecessor is `last`."""
         self._looks -= 1
         return next((key for key in self._chunks(at) if self._parent(key) == last), None) if last else None
 
@@ -190,21 +190,21 @@ class _Search:
         return record.parent
 
     def _whole(self, at: int, last: bytes, *, is_first: bool) -> list[Piece]:
-        """A whole chunk: the one that follows the last one, else any that is alike."""
+        """A whole chunk: the successor of the last one, else any with the same tokens."""
         key = self._next(at, last)
         if key is None and not is_first:
             key = max(self._chunks(at), key=lambda each: self._reach(at, each), default=None)
         return [] if key is None else [self._piece(key, at, 0, self._size)]
 
     def _reach(self, at: int, key: bytes) -> int:
-        """How far the chunks reach that follow this one."""
+        """The position up to which successors of this chunk match the prompt."""
         at += self._size
         while self._looks > 0 and (more := self._next(at, key)) is not None:
             at, key = at + self._size, more
         return at
 
     def _beginning(self, at: int, last: bytes) -> list[Piece]:
-        """As many tokens as a chunk that follows the last one begins with."""
+        """The longest beginning of a successor of the last chunk that matches the prompt."""
         if not last:
             return []
         tokens = self._tokens(at, at + self._size)
@@ -217,8 +217,8 @@ class _Search:
         return [self._piece(best, at, 0, most)] if most else []
 
     def _jump(self, at: int) -> list[Piece]:
-        """Into another prompt, or elsewhere into the same: the next whole chunk that is known, and before it the end
-        of the one that it follows there. Of several the one that reaches furthest."""
+        """Jump into another prompt, or elsewhere into the same: to the next known whole chunk, with the end of its
+        predecessor there to fill the gap. Of several, the one that reaches furthest."""
         best: tuple[int, int, bytes, bytes] | None = None
         for start in range(at + 1, min(at + self._size, self._end)):
             for key in self._chunks(start):
@@ -243,13 +243,13 @@ class _Search:
 
 
 def _common(one: bytes, other: bytes, *, more_than: int) -> int:
-    """How many tokens both begin with, if that is more than so many."""
+    """The number of leading tokens in common, if that is more than `more_than`."""
     low, high = more_than, min(len(one), len(other)) // TOKEN_BYTES
     if more_than and one[: more_than * TOKEN_BYTES] != other[: more_than * TOKEN_BYTES]:
         return 0
     while low < high:
         middle = (low + high + 1) // 2
-        part = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)  # what is before that is alike
+        part = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)  # everything before it is equal
         if one[part] == other[part]:
             low = middle
         else:

@@ -1,19 +1,19 @@
-"""The copies of chunks from tier to tier: which slices go next, and when a copy is over. No sockets, no threads here.
+"""The copies of chunks between tiers: which slices go next, and when a copy is over. No sockets, no threads here.
 
-Whatever moves is a copy: a push to a peer, a store on disk, a load from there, what goes from one arena to another. A
-copy reads an arena of this node and writes a tier, slice by slice while its chunks are filled (`Copies.store`), or it
+Every movement is a copy: a push to a peer, a store on disk, a load from disk, a copy from one arena to another. A copy
+either reads an arena of this node and writes a tier, slice by slice while its chunks are filled (`Copies.store`), or it
 reads a tier and fills an arena (`Copies.load`).
 
-Each tier has a queue. The copy with the highest priority goes first; among those of one priority the copy that lacks
-the fewest bytes of its prefill, because its decoder waits soonest, and the load of the fewest bytes, so that a long
-prompt does not keep short ones waiting. A load goes before those when loads of `OVERTAKEN` times its bytes were
-submitted since, so that short ones do not keep a long one waiting for ever. What a tier was given and has not finished
-is bounded by `Tier.max_inflight_bytes`, and of loads by `AHEAD_S`, so that the order still matters when there is more
-to copy than the tier takes.
-Slices are grouped until a job is worth its cost (`group_bytes`), or nothing more is to be filled.
+Each tier has a queue. The copy with the highest priority goes first. Within a priority, the copy goes first that has
+the fewest bytes still to be computed, because its decoder waits soonest, and the load of the fewest bytes, so that a
+long prompt does not delay short ones. Once loads of `OVERTAKEN` times its bytes have been submitted after it, a load
+goes before those, so that short ones do not starve it. Bytes in flight per tier are bounded by
+`Tier.max_inflight_bytes`, and those of loads by `AHEAD_S`, so that the order still matters when there is more to copy
+than the tier can take.
+Slices are grouped until a job is worth its cost (`group_bytes`), or nothing more will be filled.
 
-What is filled, finished and granted is only noted; `pump`, once per turn of the control loop, gives the tiers the jobs
-that come of it. A message costs what it changes, whatever else is under way.
+Fills, ends of jobs and grants are only recorded; `pump`, once per turn of the control loop, gives the resulting jobs to
+the tiers. The cost of a message depends on what it changes, not on how much else is in flight.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from pdx.telemetry.trace import Tracer
 
 log = logging.getLogger("pdx.node")
 
-_NOTHING = CopyQueue()  # of each tier without copies; nobody adds to it
+_NOTHING = CopyQueue()  # for every tier without copies; never added to
 
 
 class Copies:
     """All copies of a node. Owned by the control loop."""
 
     def __init__(self, store: Store, env: Env, *, group_bytes: int, tracer: Tracer | None = None) -> None:
-        """By the clock of `env` tiers say when a job began and ended (`Job`)."""
+        """Tiers use the clock of `env`, too, to say when a job began and ended (`Job`)."""
         self._store = store
         self._clock = env.clock
         self._group_bytes = group_bytes
@@ -59,12 +59,12 @@ class Copies:
         self._numbers = itertools.count(1)
         self._copies: dict[int, Copy] = {}
         self._deadlines: Deadlines[int] = Deadlines()
-        self._queues: defaultdict[Tier, CopyQueue] = defaultdict(CopyQueue)  # by tier: names are not unique
+        self._queues: defaultdict[Tier, CopyQueue] = defaultdict(CopyQueue)  # not by name: names are not unique
         self._of_transfer: defaultdict[str, list[Copy]] = defaultdict(list)
-        self._items: defaultdict[Chunk, list[Item]] = defaultdict(list)  # those that wait for a chunk's slices
-        self._touched: dict[Copy, None] = {}  # copies whose next job may be another since the last `pump` …
-        self._may_give: set[Tier] = set()  # … and the tiers that may be given jobs
-        self.landed: list[Chunk] = []  # chunks that were loaded, or never will be; whoever tells of them empties it
+        self._items: defaultdict[Chunk, list[Item]] = defaultdict(list)  # of granted copies, by chunk
+        self._touched: dict[Copy, None] = {}  # copies whose next job may have changed since the last `pump` …
+        self._may_give: set[Tier] = set()  # … and tiers that may be given jobs
+        self.landed: list[Chunk] = []  # chunks that were loaded or never will be; emptied by whoever notifies waiters
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -74,11 +74,11 @@ class Copies:
         return list(self.queue(tier).copies.values())
 
     def of_transfer(self, transfer: str, tier: Tier) -> Copy | None:
-        """The copy of a transfer to a tier, if one is under way."""
+        """The transfer's copy to a tier, if one is in flight."""
         return next((copy for copy in self._of_transfer.get(transfer, ()) if copy.tier is tier), None)
 
     def queue(self, tier: Tier) -> CopyQueue:
-        """What a tier is to do, to look at."""
+        """A tier's queue, read-only."""
         return self._queues.get(tier, _NOTHING)
 
     # ---- starting ---------------------------------------------------------------------------
@@ -97,15 +97,16 @@ class Copies:
         layout: bytes = b"",
         want: int = 0,
     ) -> list[Copy]:
-        """Copy the leading run of these keys that is here, or being filled, to a tier; by which copies.
+        """Copy the leading keys that are here, or being filled, to a tier; return the copies.
 
-        `arenas`: where the chunks lie, see `Store`; `to`: where they go, if the tier is that of this node's arenas.
+        `arenas`: where the chunks lie, see `Store`; `to`: their destinations, if the tier is that of this node's
+        arenas.
         """
         found: list[tuple[bytes, list[Chunk]]] = []
         for key in keys:
             chunks = self._store.index.known(key, shards, arenas)
             if chunks is None or chunks[0].slot.nbytes < chunks[0].reservation.layers:
-                break  # a slice without a byte cannot be copied
+                break  # a slice of no bytes cannot be copied
             found.append((key, chunks))
         copies: list[Copy] = []
         for run in alike(found):
@@ -136,8 +137,8 @@ class Copies:
         priority: Priority,
         deadline: float,
     ) -> list[Copy]:
-        """Copy these keys, which are wanted, from the tiers that have them into the first arena, as far as there is
-        room there; by which copies."""
+        """Copy the wanted keys in `found` from the tiers that have them into the first arena, as far as there is room;
+        return the copies."""
         copies: list[Copy] = []
         shards = wanted.shards
         for size, group in itertools.groupby(found, key=lambda each: each[2]):
@@ -190,7 +191,7 @@ class Copies:
             self._ask(copy)
 
     def _ask(self, copy: Copy) -> None:
-        """Ask the tier for room, once."""
+        """Ask the tier for room, once per copy."""
         if copy.tier.is_ready and not copy.is_asked and copy.state is CopyState.QUEUED:
             copy.is_asked = True
             grant = copy.tier.admit(copy)
@@ -198,21 +199,21 @@ class Copies:
                 self._grant(copy, grant)
 
     def ready(self, tier: Tier) -> None:
-        """A tier takes copies from now on: ask it for what waited for it."""
+        """A tier takes copies from now on: ask it for room for those that waited."""
         self._may_give.add(tier)
         for copy in self.of(tier):
             self._ask(copy)
 
-    # ---- what a tier says -------------------------------------------------------------------
+    # ---- reports of tiers -------------------------------------------------------------------
 
     def granted(self, tier: Tier, number: int, grant: Grant) -> None:
-        """A tier has room for these keys of a copy.
+        """A tier has granted room for keys of a copy.
 
-        :raises ProtocolError: it is not an answer to what it was asked.
+        :raises ProtocolError: the grant does not answer a request.
         """
         copy = self._copies.get(number)
         if copy is None or copy.tier is not tier:
-            return  # given up meanwhile; the tier knows, or is being told
+            return  # given up meanwhile; the tier was told, or is being told
         if copy.state is not CopyState.QUEUED:
             if copy.state is CopyState.RUNNING:
                 raise ProtocolError(f"{tier.name} grants room for copy {number} twice")
@@ -224,7 +225,7 @@ class Copies:
         try:
             copy.grant(grant)
         except ProtocolError:
-            self._give_up(copy)  # the tier keeps room for it until it is told
+            self._give_up(copy)  # or the tier would keep room for it
             raise
         copy.step(CopyStep.GRANT)
         wanted = set(grant.keys)
@@ -246,7 +247,7 @@ class Copies:
             self._touched[copy] = None
 
     def stopped(self, tier: Tier, number: int, text: str) -> None:
-        """A tier does not want this copy any more."""
+        """A tier refuses the rest of this copy."""
         copy = self._copies.get(number)
         if copy is not None and copy.tier is tier and copy.state is not CopyState.DRAINING:
             if text:
@@ -260,11 +261,11 @@ class Copies:
             copy.is_lost = True
             self._counters["copies_lost"] += not copy.is_given_up
             if copy.state is CopyState.DRAINING:
-                copy.is_given_up = True  # all was given; whether it arrived nobody will know
+                copy.is_given_up = True  # all jobs were given; whether they arrived cannot be known
             else:
                 self._give_up(copy)
 
-    # ---- what happens here ------------------------------------------------------------------
+    # ---- events of this node ----------------------------------------------------------------
 
     def changed(self, chunks: Iterable[Chunk]) -> None:
         """Slices of these chunks were filled, or their writers gave up."""
@@ -281,7 +282,7 @@ class Copies:
             self._source_is_gone(copy)
 
     def is_filled_here(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> bool:
-        """Whether a copy fills this key in an arena of this node."""
+        """Whether a copy is filling this key in an arena of this node."""
         chunks = self._store.index.known(key, shards, arenas)
         return chunks is not None and any(chunk.writer == NODE and chunk.state is State.FILLING for chunk in chunks)
 
@@ -292,14 +293,14 @@ class Copies:
                 self._give_up(copy)
 
     def give_up(self, copies: Iterable[Copy]) -> int:
-        """Nobody needs these any more; how many were not over."""
+        """Give up these copies, which are no longer needed; return how many were not over."""
         left = [copy for copy in copies if copy.number in self._copies]
         for copy in left:
             self._end(copy)
         return len(left)
 
     def _end(self, copy: Copy) -> None:
-        """Nobody needs it, whatever state it is in."""
+        """Give up a copy in any state."""
         if copy.state is CopyState.DRAINING:
             copy.is_given_up = True
             copy.tier.cancel(copy)
@@ -307,7 +308,7 @@ class Copies:
             self._give_up(copy)
 
     def tick(self, now: float) -> None:
-        """Give up what is too late; write what spans there are."""
+        """Give up copies whose deadline has passed; write pending trace spans."""
         if self._tracer is not None:
             self._tracer.flush()
         for number in self._deadlines.take(now):
@@ -316,22 +317,22 @@ class Copies:
                 continue
             counted(log, self._counters, "copies_late", "%r is dropped: it was not over in time", copy)
             if copy.is_load:
-                if self._queues[copy.tier].loaded_ns < copy.begun_ns:  # else it has brought what others wait for
+                if self._queues[copy.tier].loaded_ns < copy.begun_ns:  # else the tier works, for other loads
                     copy.tier.late_at = now
-                if not copy.copied_bytes:  # else its jobs have told how fast it was
+                if not copy.copied_bytes:  # else its jobs have already been measured
                     copy.tier.load_rate.moved(0, copy.begun_ns, int(self._clock() * 1e9))
             self._end(copy)
 
     def copied_bytes(self, transfer: str, kind: str) -> int:
-        """What tiers of this kind have of the copies of a transfer that are under way."""
+        """Bytes copied so far by a transfer's copies in flight to tiers of this kind."""
         copies = self._of_transfer.get(transfer, ())
         return sum(copy.copied_bytes for copy in copies if copy.tier.kind == kind)
 
     # ---- jobs -------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Give each tier the jobs that came up since the last call, the most urgent first, as long as it may have more
-        in flight. To be called after each turn of the control loop."""
+        """Give each tier the jobs that have become due, the most urgent first, up to its limit in flight. To be called
+        after each turn of the control loop."""
         while self._touched:
             self._rank(self._touched.popitem()[0])
         while self._may_give:
@@ -359,11 +360,11 @@ class Copies:
 
     def _rank(self, copy: Copy) -> None:
         queue = self._queues.get(copy.tier)
-        if queue is not None and queue.rank(copy, self._group_bytes):  # else it is over, and the last one
+        if queue is not None and queue.rank(copy, self._group_bytes):  # None: it was the tier's last copy and is over
             self._may_give.add(copy.tier)
 
     def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
-        """A job is over; the tier reads and writes the arena for it no more."""
+        """A job is over; the tier no longer accesses the arena for it."""
         queue = self._queues[tier]
         queue.in_flight -= job.nbytes
         self._may_give.add(tier)
@@ -380,24 +381,24 @@ class Copies:
                 if copy.tier.changed is not None and not copy.is_load:
                     copy.tier.changed.update((part.key, copy.shards) for part in job.parts)
                 for part in job.parts if copy.is_load else ():
-                    if job.form:  # what came with a loss goes on as it came
+                    if job.form:  # lossy: the chunk keeps its form when it is copied on
                         chunk = self._store.at(part.slot)
                         chunk.hints = msgspec.structs.replace(chunk.hints, form=job.form)
                     self.land(part.slot, part.first_layer, part.count)
-            elif not copy.is_given_up:  # else it was aborted
-                if not isinstance(error, TierError):  # a tier that fails says so itself, in bounded measure
+            elif not copy.is_given_up:  # else the error is expected
+                if not isinstance(error, TierError):  # tiers log those themselves, rate-limited
                     log.warning("%s failed: %s", repr(copy), str(error))
                 self._counters["jobs_failed"] += 1
                 if copy.is_load:  # the others may be good
                     self.give_back([part.slot for part in job.parts], Cause.NOT_LOADED, f"{tier.name}: {error}")
-                elif copy.state is CopyState.RUNNING and copy.priority < Priority.STORE:  # somebody waits for all of it
+                elif copy.state is CopyState.RUNNING and copy.priority < Priority.STORE:  # a request needs all of it
                     self._give_up(copy)
             if copy.state is CopyState.DRAINING:
                 self._drain(copy)
         self._forget_if_idle(tier)
 
     def _measure(self, queue: CopyQueue, copy: Copy, job: Job) -> None:
-        """How fast a job has moved its bytes, whether or not somebody still wants them."""
+        """Record how fast a job has moved its bytes, even if they are no longer wanted."""
         if copy.is_load:
             queue.loads, queue.load_bytes = queue.loads - 1, queue.load_bytes - job.nbytes
         if not job.end_ns:
@@ -409,12 +410,12 @@ class Copies:
             copy.tier.late_at = -math.inf
 
     def close(self) -> None:
-        """Write the spans that are left. Idempotent."""
+        """Write the remaining trace spans. Idempotent."""
         if self._tracer is not None:
             self._tracer.close()
 
     def land(self, slot: Slot, first_layer: int, count: int) -> None:
-        """A copy has filled these slices of a slot that is the node's own to fill; a chunk that is whole is sealed."""
+        """A copy has filled these slices of a slot that the node itself fills; seal the chunk if it is whole."""
         chunks = self._store.fill([slot], first_layer, count, NODE)
         if chunks[0].is_complete:
             self._store.seal(chunks)
@@ -428,7 +429,7 @@ class Copies:
 
     def _give_up(self, copy: Copy) -> None:
         copy.is_given_up = True
-        if copy.is_load:  # what is not given never will be
+        if copy.is_load:  # its jobs not yet given never will be
             self._queues[copy.tier].to_load[copy.priority, copy.size_class] -= copy.held_bytes - copy.given_bytes
         copy.step(CopyStep.GIVE_UP)
         self._rank(copy)
@@ -436,7 +437,7 @@ class Copies:
         self._drain(copy)
 
     def _drain(self, copy: Copy) -> None:
-        """End a draining copy as soon as no job of it reads or writes our memory any more."""
+        """End a draining copy once none of its jobs accesses the arena any more."""
         if copy.under_way:
             return
         copy.step(CopyStep.DRAINED)
@@ -445,7 +446,7 @@ class Copies:
             took = self._timings["pdx_node_copy_seconds", copy.tier.kind, "load" if copy.is_load else "store"]
             took.observe(self._clock() - copy.begun_ns / 1e9)
         if copy.is_load:
-            # What was not loaded never will be.
+            # Chunks not loaded by now never will be.
             slots = [chunk.slot for chunk in copy.chunks]
             self.give_back(slots, Cause.NOT_LOADED, f"{copy.tier.name} in time")
         else:
@@ -453,7 +454,7 @@ class Copies:
         copy.tier.over(copy)
 
     def give_back(self, slots: Iterable[Slot], why: Cause, detail: str = "") -> None:
-        """Nothing more is written to these slots, which are the node's own to fill: those not sealed are free again."""
+        """Nothing more is written to these slots, which the node itself fills: free those that are not sealed."""
         left = self._store.unfinished(slots)
         self._store.let_go(left, why, detail)
         self.landed += left
@@ -476,7 +477,7 @@ class Copies:
 
 
 def _take(lists: dict[Any, list[Any]], key: object, value: object) -> None:
-    """Take one out of a list that is dropped with its last."""
+    """Remove a value from a list, and the list once it is empty."""
     lists[key].remove(value)
     if not lists[key]:
         del lists[key]

@@ -1,12 +1,12 @@
-"""One copy: its life, what of it can be read, what was given to its tier, and the job that goes next; and the copies of
-one tier in their order.
+"""One copy: its life cycle, which slices are readable, which were given to its tier, and its next job. Also the queue
+of one tier's copies.
 
     QUEUED ──grant──► RUNNING
        │                 │ all given, give up
        │ give up         ▼
        └────────────► DRAINING ──drained──► OVER
 
-A copy in DRAINING has jobs under way, which still read or write the arena.
+A copy in DRAINING may have jobs in flight, which still read or write the arena.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ LANES = {
     "arenas_stored": Lane.ARENAS,
 }
 _NBYTES, _LAYERS = attrgetter("slot.nbytes"), attrgetter("reservation.layers")
-OVERTAKEN = 4  # times its own bytes may overtake a load
-AHEAD_S = 0.05  # of loads a tier is given what it loads in this time, or `Tier.loads_at_once` if that is more
-MAX_SLICES = 1024  # in one job: the notification of a write to a peer has room for their digests
+OVERTAKEN = 4  # a load is overtaken by at most so many times its own bytes
+AHEAD_S = 0.05  # a tier is given as many loads as it completes in this time, at least `Tier.loads_at_once`
+MAX_SLICES = 1024  # per job: the notification of a write to a peer has room for so many digests
 
 
 class Priority(IntEnum):
-    HANDOFF = 0  # a decoder waits for what a prefill engine fills
-    AWAITED = 1  # a request waits for what a tier has
+    HANDOFF = 0  # a decoder waits for chunks that a prefill engine fills
+    AWAITED = 1  # a request waits for chunks that a tier has
     PREFETCH = 2
     STORE = 3
     REBALANCE = 4
@@ -61,7 +61,7 @@ class CopyState(StrEnum):
 class CopyStep(StrEnum):
     GRANT = "grant"
     ALL_GIVEN = "all given"
-    GIVE_UP = "give up"  # this node: cancelled, aborted, too late; or the tier, or it is gone
+    GIVE_UP = "give up"  # cancelled, aborted or too late; refused by the tier, or the tier is gone
     DRAINED = "drained"
 
 
@@ -75,23 +75,23 @@ COPY: dict[tuple[CopyState, CopyStep], CopyState] = {
 
 
 class Item(msgspec.Struct, eq=False):
-    """One chunk of one shard on its way; the `index`-th of its copy. `remote`: its slot in a tier that has slots."""
+    """One chunk of one shard, the `index`-th of its copy. `remote`: its slot in a tier that has slots."""
 
     copy: Copy
     index: int
     chunk: Chunk
     remote: Slot | None
-    ready: int = 0  # bit l: slice l can be read, and its copy knows
+    ready: int = 0  # bit l: slice l is readable and counted by the copy
     sent: int = 0  # bit l: slice l was given to the tier
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of a slice; where they are not equal, the least of them."""
+        """Bytes per slice; the minimum if slices differ in size."""
         return max(1, self.chunk.slot.nbytes // self.chunk.reservation.layers)
 
     @property
     def is_dead(self) -> bool:
-        """Whether it will never be whole: its writer gave up."""
+        """Whether the chunk will never be whole, because its writer gave up."""
         chunk = self.chunk
         return chunk.state not in FINDABLE and not chunk.is_complete
 
@@ -103,9 +103,9 @@ class Item(msgspec.Struct, eq=False):
 
 
 class Copy(msgspec.Struct, eq=False):
-    """One copy. `chunks` lie in an arena of this node and are held, or filled, from its start to its end; `items` are
-    those that it was granted room for. It counts what changes, so that nothing here looks at all of its chunks but its
-    grant and its end.
+    """One copy. Its `chunks` lie in an arena of this node and are held, or filled, from its start to its end; `items`
+    are those for which room was granted. Counters are kept incrementally, so that only the grant and the end look at
+    all chunks.
     """
 
     number: int
@@ -118,25 +118,25 @@ class Copy(msgspec.Struct, eq=False):
     is_load: bool = False
     transfer: str | None = None
     layout: bytes = b""
-    want: int = 0  # the question of a peer that this copy answers; 0: of none
-    arenas: Sequence[int] = ()  # where shard 0, 1, … goes, if the tier is that of this node's arenas
+    want: int = 0  # the number of the peer's request that this copy answers; 0: none
+    arenas: Sequence[int] = ()  # per shard, the destination, if the tier is that of this node's arenas
     begun_ns: int = 0
     held_bytes: int = 0
-    size_class: int = 0  # of the bytes of all its chunks; 0: it goes first, for it was overtaken by enough
+    size_class: int = 0  # see `size_class`; 0: it goes first, because enough loads have overtaken it
     items: list[Item] = []
     state: CopyState = CopyState.QUEUED
     is_asked: bool = False  # whether the tier was asked for room
-    under_way: int = 0  # jobs given and not over
-    given_bytes: int = 0  # of a load
+    under_way: int = 0  # jobs in flight
+    given_bytes: int = 0  # counted for loads only
     copied_bytes: int = 0
-    unfilled_bytes: int = 0  # that are still to be computed
+    unfilled_bytes: int = 0  # still to be computed
     is_given_up: bool = False
-    is_lost: bool = False  # the tier is gone: there is nobody to tell
-    ready: list[int] = []  # a heap: the items with slices that are ready and not given …
-    ready_bytes: int = 0  # … of so many bytes …
-    ready_slices: int = 0  # … and so many slices
-    ungiven: int = 0  # slices, now or later; 0: nothing is left to give
-    uncopied: int = -1  # slices; less than 0: it is not granted
+    is_lost: bool = False  # the tier is gone and need not be notified
+    ready: list[int] = []  # a heap: indices of items with slices that are ready and not given …
+    ready_bytes: int = 0  # … the bytes of these slices …
+    ready_slices: int = 0  # … and their number
+    ungiven: int = 0  # slices not given yet, ready or not; 0: nothing is left to give
+    uncopied: int = -1  # slices not copied yet; negative: not granted
 
     def __post_init__(self) -> None:
         self.held_bytes = sum(map(_NBYTES, self.chunks))
@@ -148,16 +148,16 @@ class Copy(msgspec.Struct, eq=False):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that it was granted room for is copied."""
+        """Whether all granted slices are copied."""
         return not self.uncopied
 
     def step(self, step: CopyStep) -> None:
         self.state = COPY[self.state, step]
 
     def grant(self, grant: Grant) -> None:
-        """There is room for these.
+        """Take a grant of room.
 
-        :raises ProtocolError: it does not fit what was asked for; nothing has changed.
+        :raises ProtocolError: the grant does not match the request; nothing has changed.
         """
         self.items = self._items(grant)
         self.chunks = [item.chunk for item in self.items]
@@ -186,7 +186,7 @@ class Copy(msgspec.Struct, eq=False):
     # ---- jobs -------------------------------------------------------------------------------
 
     def note(self, item: Item) -> bool:
-        """Count what can be read of it since the last look; whether that is anything."""
+        """Count the slices of an item that became readable since the last call; return whether there are any."""
         chunk = item.chunk
         whole = (1 << chunk.reservation.layers) - 1
         readable = whole if self.is_load else chunk.filled
@@ -203,13 +203,13 @@ class Copy(msgspec.Struct, eq=False):
         return True
 
     def is_due(self, group_bytes: int) -> bool:
-        """Whether there is a job to give: of `group_bytes`, or as large as a job may be, or the last."""
+        """Whether a job is due: of `group_bytes`, of the maximum size, or the last one."""
         most = min(group_bytes, self.tier.max_job_bytes)
         is_full = self.ready_bytes >= most or self.ready_slices >= MAX_SLICES
         return bool(self.ready) and (is_full or self.tier.is_whole or not self.unfilled_bytes)
 
     def next_job(self) -> Job:
-        """The slices that go next, of the first chunks that have some. It must be due."""
+        """The next job: ready slices of the first chunks that have some. The copy must be due."""
         limit = self.tier.max_job_bytes
         parts: list[Part] = []
         nbytes = count = 0
@@ -250,7 +250,7 @@ class Copy(msgspec.Struct, eq=False):
         self.uncopied -= sum(part.count for part in job.parts)
 
     def record(self, job: Job, counters: Counter[str], tracer: Tracer | None) -> None:
-        """Bytes, time and spans of what a job has moved, for tiers of every kind alike."""
+        """Record a job's bytes and time in counters and its spans in the trace, for every kind of tier."""
         what = f"{self.tier.kind}_{'loaded' if self.is_load else 'stored'}"
         counters[f"{what}_bytes"] += job.nbytes
         counters[f"{what}_ns"] += job.end_ns - job.start_ns
@@ -258,36 +258,36 @@ class Copy(msgspec.Struct, eq=False):
         if tracer is None or lane is None or not job.end_ns or not tracer.is_on:
             return
         if lane is Lane.WIRE and job.transfer is None:
-            return  # nobody could tell what was pushed
+            return  # the span could not be attributed to a transfer
         nbytes: Counter[tuple[int, int]] = Counter()
         for part in job.parts:
             nbytes[part.first_layer, part.count] += part.span[1]
-        for (first, layers), moved in nbytes.items():  # one span for all chunks of which the job carried these layers
+        for (first, layers), moved in nbytes.items():  # one span per range of layers, for all its chunks
             tracer.span(lane, job.transfer or "", first, layers, job.start_ns, job.end_ns, moved)
 
 
 class CopyQueue(msgspec.Struct):
-    """The copies of one tier by number, and the ranks of those with a job to give, in their order."""
+    """The copies of one tier by number, and the sorted ranks of those with a job due."""
 
     copies: dict[int, Copy] = {}
-    ranks: dict[int, tuple[int, int, int]] = {}  # by number, of the copies in these two
-    due: list[tuple[int, int, int]] = []  # of copies to the tier: sorted (priority, bytes to be filled, number) …
+    ranks: dict[int, tuple[int, int, int]] = {}  # copy number -> its rank in one of these two
+    due: list[tuple[int, int, int]] = []  # of copies to the tier: sorted (priority, unfilled bytes, number) …
     due_loads: list[tuple[int, int, int]] = []  # … and of loads: sorted (priority, `Copy.size_class`, number)
-    in_flight: int = 0  # bytes given and not over
-    loads: int = 0  # of these, jobs that load …
+    in_flight: int = 0  # bytes
+    loads: int = 0  # load jobs in flight …
     load_bytes: int = 0  # … and their bytes
-    loaded_ns: int = 0  # when the last bytes came from there
+    loaded_ns: int = 0  # when bytes last came from the tier
     wants: int = 0  # copies that a peer asked for …
-    wanted_bytes: int = 0  # … and what they hold
-    stored_bytes: int = 0  # held by copies that nobody waits for
+    wanted_bytes: int = 0  # … and the bytes they hold
+    stored_bytes: int = 0  # bytes held by copies that nothing waits for
     # bytes of loads not given yet, by priority and size class
     to_load: Counter[tuple[int, int]] = msgspec.field(default_factory=Counter)
     submitted: Counter[int] = msgspec.field(default_factory=Counter)  # bytes of all loads so far, by priority …
-    # … and at how many of these a load is overtaken no more
+    # … and per priority, the value of `submitted` from which on a load is not overtaken any more
     turns: defaultdict[int, Deadlines[int]] = msgspec.field(default_factory=partial(defaultdict, Deadlines))
 
     def add(self, copy: Copy) -> list[Copy]:
-        """A copy more; of loads those that go first from now on, because enough has overtaken them."""
+        """Add a copy; return the older loads that go first from now on, because enough bytes have overtaken them."""
         self.copies[copy.number] = copy
         self.count(copy, copy.held_bytes)
         self.wants += bool(copy.want)
@@ -314,28 +314,28 @@ class CopyQueue(msgspec.Struct):
         self.wants -= bool(copy.want)
 
     def count(self, copy: Copy, nbytes: int) -> None:
-        """A copy holds so many bytes more, or fewer."""
+        """Count that a copy holds `nbytes` more, or fewer if negative."""
         if copy.want:
             self.wanted_bytes += nbytes
         elif copy.priority >= Priority.STORE:
             self.stored_bytes += nbytes
 
     def bytes_before(self, nbytes: int) -> int:
-        """Bytes of the loads that come before a load of `nbytes` that a request waits for."""
+        """Bytes of the loads that go before a new load of `nbytes` for which a request waits."""
         own = Priority.AWAITED, size_class(nbytes)
         return self.load_bytes + sum(left for turn, left in self.to_load.items() if turn <= own)
 
     def has_room(self, copy: Copy) -> bool:
-        """Whether the tier of this copy, which goes next, may be given another job."""
+        """Whether the tier may be given another job now, of this copy, which goes next."""
         tier, limit = copy.tier, copy.tier.max_inflight_bytes
         if copy.priority >= Priority.STORE:
-            limit = max(1, limit // 2)  # the other half is for what somebody waits for
+            limit = max(1, limit // 2)  # the other half is for copies that a request waits for
         if copy.is_load and self.loads >= tier.loads_at_once:
             limit = min(limit, self.in_flight - self.load_bytes + int(AHEAD_S * 1e9 * tier.load_rate.gb_s))
         return tier.is_ready and self.in_flight < limit
 
     def rank(self, copy: Copy, group_bytes: int) -> bool:
-        """Put a copy where it belongs among those that have a job to give; whether it has one."""
+        """Put a copy in its place among those with a job due; return whether it has one."""
         due = self.due_loads if copy.is_load else self.due
         if (was := self.ranks.pop(copy.number, None)) is not None:
             del due[bisect.bisect_left(due, was)]
@@ -348,8 +348,8 @@ class CopyQueue(msgspec.Struct):
 
 
 def alike(found: Sequence[tuple[bytes, list[Chunk]]]) -> Iterator[list[tuple[bytes, list[Chunk]]]]:
-    """Runs of chunks that one copy can name: of one size, layer count and form, but for the size of a tail at the
-    end."""
+    """Split into runs that one copy can carry: of equal size, layer count and form, except that the last chunk may be a
+    tail of another size."""
     run: list[tuple[bytes, list[Chunk]]] = []
     for key, chunks in found:
         chunk, first = chunks[0], run[0][1][0] if run else chunks[0]
@@ -364,12 +364,12 @@ def alike(found: Sequence[tuple[bytes, list[Chunk]]]) -> Iterator[list[tuple[byt
 
 
 def size_class(nbytes: int) -> int:
-    """By which loads take turns: those of fewer bytes first, and of those between two powers of two the older one."""
+    """The order of loads: smaller classes first. A class spans a power of two; within it the older load goes first."""
     return nbytes.bit_length()
 
 
 def _first_run(bits: int) -> tuple[int, int]:
-    """The lowest run of ones in `bits`, which are not 0, as (first, length)."""
+    """The lowest run of ones in `bits`, which must not be 0, as (first, length)."""
     first = (bits & -bits).bit_length() - 1
     rest = bits >> first
     return first, (~rest & (rest + 1)).bit_length() - 1

@@ -1,4 +1,4 @@
-"""What ends when: leases, reservations, transfers."""
+"""Deadlines of leases, reservations, transfers and the like."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Generic, TypeVar
 
 What = TypeVar("What")
 
-_SPARE = 64  # times in the heap of which nothing is left are tolerated up to so many, and as many again as are in use
+_SPARE = 64  # stale times that the heap may hold, beyond one per time in use, before it is rebuilt
 
 
 class Deadlines(Generic[What]):
-    """Deadlines of whatever can be a key of a dict. Each call costs what it adds or takes, never how much waits."""
+    """Deadlines of hashable members. The cost of a call depends on what it adds or takes, not on how many wait."""
 
     def __init__(self) -> None:
-        self._due: dict[float, dict[What, None]] = {}  # deadline -> what ends then
-        self._times: list[float] = []  # a heap: all keys of `_due`, and some of which nothing is left
+        self._due: dict[float, dict[What, None]] = {}  # deadline -> members
+        self._times: list[float] = []  # a heap: all keys of `_due`, and some stale ones
 
     def add(self, what: Iterable[What], deadline: float) -> None:
-        """All of `what` ends at `deadline`; what never ends (infinity) is not remembered."""
+        """Give all of `what` this deadline; no-op for infinity."""
         if deadline == math.inf:
             return
         group = self._due.get(deadline)
@@ -30,7 +30,7 @@ class Deadlines(Generic[What]):
         group.update(dict.fromkeys(what))
 
     def discard(self, what: What, deadline: float) -> None:
-        """It does not end then any more. Idempotent."""
+        """Remove this deadline of `what`. Idempotent."""
         group = self._due.get(deadline)
         if group is None:
             return
@@ -43,11 +43,11 @@ class Deadlines(Generic[What]):
 
     @property
     def first(self) -> float:
-        """Nothing ends before this; infinity if nothing is remembered."""
+        """A lower bound of all deadlines; infinity if there are none."""
         return self._times[0] if self._times else math.inf
 
     def take(self, now: float) -> list[What]:
-        """What has ended by now, earliest first; it is forgotten here."""
+        """Remove and return all members whose deadline has passed, earliest first."""
         late: list[What] = []
         while self._times and self._times[0] <= now:
             late.extend(self._due.pop(heapq.heappop(self._times), ()))

@@ -1,4 +1,4 @@
-"""Which chunks of an arena, or files of a disk, may be evicted, and in which order: levels, and in each a policy."""
+"""Which chunks of an arena, or files of a disk, may be evicted, and in which order: by level, then by a policy."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from pdx.store.policies.policy import IN, ORDINARY, OUT, PARKED, E, EvictionPoli
 from pdx.store.policies.ranks import Expected, QueueOrder
 from pdx.telemetry.env import Env
 
-OVER = -2  # level of what is over the quota of its cache salt
-# Level of what is worth the least: the ends of prompts that nobody is known to share, and what prompts have passed.
-LEAST = -1
-WANTED = 20  # level of what requests in a queue will use, above all priorities
+OVER = -2  # level of chunks over the quota of their cache salt
+LEAST = -1  # level of the least valuable: ends of prompts that are not known to be shared, and passed chunks
+WANTED = 20  # level of chunks that queued requests will use, above all priorities
 
 
 class EvictionOrder(Generic[E]):
-    """The sealed chunks of one arena that nobody leases or pins; or the files of one disk that nobody pins, which have
-    no priority, no quota and no partial chunks.
+    """The sealed chunks of one arena that are neither leased nor pinned; or the unpinned files of one disk, for which
+    there are no priorities, quotas and partial chunks.
 
-    A priority that the application gave (`Hints.priority`) is two levels: what it expects to be wanted again, until
-    that time (`Keep.expected_at`), stays longer than the rest. Below all of them are what is over the quota of its
-    cache salt, the ends of prompts and what prompts have passed, and above them what requests in a queue will use. What
-    is on a lower level goes first. `insert`, `hold` and `remove` are idempotent. Owned by the control loop.
+    Lower levels go first. Each priority that an application can give (`Hints.priority`) has two levels: chunks that
+    the application expects to want again stay longer than the rest, until that time (`Keep.expected_at`). Below all of
+    them are chunks over the quota of their cache salt, ends of prompts, and chunks that prompts have passed; above them
+    are chunks that queued requests will use. `insert`, `hold` and `remove` are idempotent. Owned by the control loop.
     """
 
     def __init__(
@@ -36,32 +35,32 @@ class EvictionOrder(Generic[E]):
         quota: Quota[E] | None,
         env: Env,
     ) -> None:
-        """`make`: makes the policy of one level. `wanted`: see `QueueOrder`; after a change of it `refresh` is called
-        for the chunks in question. `quota`: of each cache salt, if it has one."""
+        """`make`: makes the policy of one level. `wanted`: see `QueueOrder`; the caller calls `refresh` for the chunks
+        that a change of it concerns. `quota`: of each cache salt, if there is one."""
         self._make = make
         self._quota = quota
         self._wanted = wanted
         self._clock = env.clock
-        # A policy by which chunks go at their time knows only of those on its own level.
+        # A policy with a time limit (`overdue`) knows only the chunks of its level: expected reuse does not move them.
         self._spare: EvictionPolicy[E] | None = make()  # for the first level that needs one
         self.weighs_reuse = type(self._spare).overdue is EvictionPolicy.overdue
         self._levels: dict[int, EvictionPolicy[E]] = {}
         self._sorted: list[int] = []
-        self._heeds_uses = False  # whether a policy wants to know of each use, which costs a call
-        self.nbytes = 0  # room of all that may be evicted
+        self._heeds_uses = False  # whether a policy overrides `access`; else that call is spared
+        self.nbytes = 0  # total room of the evictable chunks
 
     def __contains__(self, chunk: E | None) -> bool:
         return chunk is not None and chunk.standing == IN
 
     def insert(self, chunk: E, before: E | None = None, *, goes_first: bool = False) -> None:
-        """The chunk may be evicted from now on. `before`: one that leads up to it, which should stay longer.
+        """Make the chunk evictable. `before`: one of its predecessors in the prompt, which should stay longer.
 
-        `goes_first`: it is the end of a prompt, which no other prompt has been found to share.
+        `goes_first`: the chunk is the end of a prompt that no other prompt has been found to share.
         """
         if chunk.standing == IN:
             return
         over = None
-        if self._quota is not None and chunk.standing != PARKED:  # else it was not used
+        if self._quota is not None and chunk.standing != PARKED:  # parked: it was not used
             over = self._quota.use(chunk, before)
             chunk.is_over = False
             for each in over:
@@ -87,7 +86,7 @@ class EvictionOrder(Generic[E]):
             self._go_first(over)
 
     def _go_first(self, chunks: Iterable[E]) -> None:
-        """These are over their quota from now on."""
+        """Move these chunks, which are over their quota from now on, to that level."""
         for chunk in chunks:
             if chunk.standing == IN and chunk.level not in (OVER, WANTED):
                 self._levels[chunk.level].hold(chunk)
@@ -96,9 +95,9 @@ class EvictionOrder(Generic[E]):
                 (self._levels.get(OVER) or self._new_level(OVER)).insert(chunk, None)
 
     def hold(self, chunk: E, *, is_use: bool = False, keeps_place: bool = False) -> None:
-        """The chunk may not be evicted for now: it is read or pinned. `is_use`: a request has found it.
+        """Protect the chunk from eviction for now, because it is read or pinned. `is_use`: a request has hit it.
 
-        `keeps_place`: when it is inserted again, without another `hold` before that, all is as if nothing had been.
+        `keeps_place`: if it is next inserted again, without another `hold`, its place is the same as before.
         """
         if chunk.standing == IN:
             chunk.standing = PARKED if keeps_place else OUT
@@ -120,25 +119,25 @@ class EvictionOrder(Generic[E]):
             self._quota.remove(chunk)
 
     def _leave(self, chunk: E) -> None:
-        if chunk.rank is not None:  # else its policy knows nothing of it
+        if chunk.rank is not None:  # else its policy does not know it
             self._levels[chunk.level].remove(chunk)
 
     def access(self, chunk: E) -> None:
-        """A request has found the chunk; from then on it is on the level of its priority."""
+        """A request has hit the chunk; from now on it is on the level of its priority."""
         was_there = chunk.standing == IN
         self.hold(chunk, is_use=True)
         if was_there:
             self.insert(chunk)
 
     def refresh(self, chunk: E) -> None:
-        """A request that has found the chunk still waits for others, or what the queue wants has changed."""
+        """Insert the chunk anew: a request that found it still waits for others, or the queue wants other chunks."""
         if chunk.standing == IN:
             self.hold(chunk)
             self.insert(chunk)
 
     def victims(self, instead: bytes | None = None) -> Iterator[E]:
-        """The chunks in the order in which they should go. `instead`: of one that would come in their place: if the
-        queue wants it, too, then none that is wanted sooner.
+        """The chunks in order of eviction. `instead`: the key of a chunk that would take their place; if the queue
+        wants that, too, chunks that are wanted sooner are left out.
 
         Nothing may be inserted, held or removed meanwhile.
         """
@@ -150,7 +149,7 @@ class EvictionOrder(Generic[E]):
         return itertools.takewhile(lambda chunk: chunk.level != WANTED or (chunk.rank or rank) < rank, found)
 
     def levels(self, start: E | None = None) -> Iterator[Iterator[E]]:
-        """The same, level by level, from `start` where that may be evicted."""
+        """The chunks in order of eviction, level by level, beginning at `start` if that is evictable."""
         if start is None or start not in self:
             found = (self._levels[level].victims(None) for level in self._sorted)
         else:
@@ -162,14 +161,14 @@ class EvictionOrder(Generic[E]):
         return ((chunk for chunk in of_level if chunk.standing == IN) for of_level in found)
 
     def peek(self) -> Iterator[E]:
-        """About the order in which they would go now, also those that keep their place in it; looking changes nothing.
+        """The approximate order of eviction, including chunks held with their place kept; changes nothing.
 
         Nothing may be inserted, held or removed meanwhile.
         """
         return itertools.chain.from_iterable(self._levels[level].peek() for level in self._sorted)
 
     def tick(self) -> None:
-        """What was expected by now has no precedence any more."""
+        """End the precedence of chunks that were expected by now."""
         now = self._clock()
         for policy in list(self._levels.values()):
             for chunk in policy.past(now) if isinstance(policy, Expected) else ():
@@ -179,7 +178,7 @@ class EvictionOrder(Generic[E]):
                     self.insert(chunk)
 
     def overdue(self) -> list[E]:
-        """Chunks, held or not, that should go even if there is room. Each is told of once."""
+        """Chunks, held or not, that should go even if there is room. Each is returned once."""
         return [chunk for policy in self._levels.values() for chunk in policy.overdue()]
 
     def _new_level(self, level: int) -> EvictionPolicy[E]:
@@ -197,35 +196,35 @@ class EvictionOrder(Generic[E]):
 
 
 class Quota(Generic[E]):
-    """Of each cache salt, the chunks that were used last and together take no more than `most_bytes`.
+    """Tracks, per cache salt, its most recently used chunks up to `most_bytes` in all.
 
-    The others are over the quota: they go first (`pdx.store.eviction`), but stay as long as nobody wants their room.
-    Chunks without a salt are not counted. Each call costs what it returns, and searches in sorted lists. Owned by the
-    control loop.
+    The salt's other chunks are over the quota: they are evicted first (`pdx.store.eviction`), but only when room is
+    needed. Chunks without a salt are not counted. A call costs what it returns, and searches in sorted lists. Owned by
+    the control loop.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._numbers = itertools.count(1)
-        self._ranks: dict[E, tuple[int, int]] = {}  # of those within the quota; less is over it sooner
+        self._ranks: dict[E, tuple[int, int]] = {}  # of chunks within the quota; lower ranks exceed it first
         self._within: dict[bytes, SortedKeyList[E, tuple[int, int]]] = {}  # by salt
         self._nbytes: Counter[bytes] = Counter()
 
     @classmethod
     def of(cls, total_bytes: int, share: float) -> Quota[E] | None:
-        """Of so many bytes this share; None: all of them, and nothing is to be counted."""
+        """A quota of this share of the total; None if that is all of it, so that nothing need be counted."""
         return cls(int(total_bytes * share)) if share < 1.0 else None
 
     def use(self, chunk: E, before: E | None) -> list[E]:
-        """The chunk was just used, or is new; those of its salt that are over the quota from now on, but were not.
+        """Count the chunk as just used, or new; return the chunks of its salt that are over the quota from now on.
 
-        `before`: one that leads up to it and was used with it, which is over the quota later.
+        `before`: a predecessor in the prompt that was used with it, and exceeds the quota later.
         """
         salt = chunk.hints.salt
         if not salt:
             return []
         self.remove(chunk)
-        if before is not None and before.is_over:  # nothing finds the one without the other
+        if before is not None and before.is_over:  # useless without its predecessor
             return [chunk]
         number, depth = self._ranks[before] if before in self._ranks else (next(self._numbers), 1)
         self._ranks[chunk] = number, depth - 1
@@ -241,7 +240,7 @@ class Quota(Generic[E]):
         return over
 
     def remove(self, chunk: E) -> None:
-        """The chunk is gone, or over the quota. Idempotent."""
+        """Stop counting a chunk that is gone, or over the quota. Idempotent."""
         if chunk not in self._ranks:
             return
         salt = chunk.hints.salt

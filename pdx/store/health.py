@@ -1,41 +1,41 @@
-"""What a disk or a store does just now: whether anything may be loaded from it, or stored there. No I/O here.
+"""The health of a disk or remote store: whether it may be read or written now. No I/O here.
 
-Calls that fail are not repeated at once. A store is in doubt when it does not answer, when nothing can be read, or when
-it is not there: then nothing is found and nothing stored, and now and then one call, which keeps no request waiting,
-finds out whether it works again.
+Failed calls are not retried at once. A store is in doubt when it does not answer, when reads fail, or when it is not
+there: then nothing is found or stored, and from time to time a probe, for which no request waits, finds out whether it
+works again.
 """
 
 from __future__ import annotations
 
 from pdx.telemetry.env import Env
 
-MAX_ERRORS = 3  # calls that may fail one after the other before there is a pause
+MAX_ERRORS = 3  # consecutive failures that cause a pause
 PAUSE_S = 10.0
 SILENT, FAILING, GONE = "does not answer", "paused: reads failed", "not there"
 
 
 class Health:
-    """Owned by the control loop."""
+    """The health of one disk or store. Owned by the control loop."""
 
     def __init__(self, env: Env) -> None:
         self._clock = env.clock
-        self.doubt = ""  # in words, for whoever asks for the status
-        self.probes = 0  # that were made since the doubt began
+        self.doubt = ""  # its reason, in words, for the status; empty: not in doubt
+        self.probes = 0  # since the doubt began
         self._is_probing = False
         self._probe_at = 0.0
-        self._errors = 0  # since the last call that ended well
-        self._reads_from = 0.0  # nothing is found before
+        self._errors = 0  # since the last successful call
+        self._reads_from = 0.0  # no reads before this time
         self._num_read = 0
-        # by key and shard of a file that could not be read: how many had been read before, and when it is found again
+        # key -> shard of a file that could not be read -> (files read before that, when it may be found again)
         self._unread: dict[bytes, dict[int, tuple[int, float]]] = {}
-        self._write_errors = 0  # since the last chunk that was written
-        self._writes_from = 0.0  # nothing is stored before
+        self._write_errors = 0  # since the last successful write
+        self._writes_from = 0.0  # no writes before this time
         self._is_read_only = False
         self._is_ours = True
 
     @property
     def text(self) -> str:
-        """What is wrong, in words; empty: nothing."""
+        """What is wrong, in words; empty if nothing is."""
         if self.doubt:
             return self.doubt
         if self._is_read_only:
@@ -46,16 +46,15 @@ class Health:
 
     @property
     def takes_loads(self) -> bool:
-        """Whether something may be loaded now."""
+        """Whether loads are allowed now."""
         return not self.doubt and self._clock() >= self._reads_from
 
     def hides(self, key: bytes) -> bool:
-        """Whether a file of this chunk could not be read a moment ago: who waits for it would have it loaded at once
-        again."""
+        """Whether a file of this chunk could not be read a moment ago: a waiting request would retry it at once."""
         return any(self._clock() < until for _, until in self._unread.get(key, {}).values())
 
     def why_not(self, key: bytes) -> str:
-        """Why a file of this chunk is not loaded now; empty: it may be."""
+        """Why a file of this chunk is not loaded now; empty if it may be."""
         if self.doubt:
             return self.doubt
         if not self.takes_loads:
@@ -73,7 +72,7 @@ class Health:
         self.doubt = ""
 
     def not_read(self, key: bytes, shard: int) -> bool:
-        """A file could not be read; whether that is the file's own fault: twice, and others were read in between."""
+        """A file could not be read; return whether the file is to blame: it failed twice, with other reads between."""
         of_key = self._unread.setdefault(key, {})
         num_read, _ = of_key.get(shard, (self._num_read, 0.0))
         if num_read < self._num_read:
@@ -85,27 +84,27 @@ class Health:
         return False
 
     def works(self) -> None:
-        """A call has ended well."""
+        """A call has succeeded."""
         self._errors = 0
 
     def failed(self) -> bool:
-        """A call has failed, and the store is to blame; whether that was one too many."""
+        """A call has failed, and the store is to blame; return whether it should now be in doubt."""
         self._errors += 1
         return self._errors >= MAX_ERRORS and not self.doubt
 
     def pause_reads(self) -> None:
-        """What failed has nothing to do with the disk, and may be over in some seconds."""
+        """Pause reads after a failure that has nothing to do with the disk and may be over in some seconds."""
         self._reads_from = self._clock() + PAUSE_S
 
     def forget(self, key: bytes) -> None:
-        """There is no file of this chunk any more."""
+        """Forget read errors of a chunk that has no file any more."""
         self._unread.pop(key, None)
 
     # ---- writing ----------------------------------------------------------------------------
 
     @property
     def takes_stores(self) -> bool:
-        """Whether something may be stored now."""
+        """Whether stores are allowed now."""
         return self._is_ours and not self.doubt and self._clock() >= self._writes_from
 
     def wrote(self) -> None:
@@ -114,19 +113,19 @@ class Health:
         self._is_read_only = False
 
     def not_written(self, *, is_read_only: bool) -> None:
-        """A file could not be written, for a reason that holds for others, too."""
+        """A file could not be written, for a reason that is not its own."""
         self._write_errors += 1
         self._is_read_only = is_read_only
         if self._write_errors >= MAX_ERRORS:
             self.pause_writes()
 
     def pause_writes(self) -> None:
-        """What failed says nothing of reads, and may be over in some seconds."""
+        """Pause writes after a failure that does not concern reads and may be over in some seconds."""
         self._writes_from = self._clock() + PAUSE_S
 
     def begins_read_only(self, *, is_ours: bool) -> None:
-        """Nothing can be written there, as was found when the node started. `is_ours`: no other node has the folder,
-        so that something may be stored once that is possible."""
+        """The node found at its start that nothing can be written. `is_ours`: no other node has the folder, so that
+        stores are allowed once they are possible."""
         self._is_read_only, self._is_ours = True, is_ours
         self._write_errors = MAX_ERRORS
         self.pause_writes()
@@ -134,19 +133,19 @@ class Health:
     # ---- doubt ------------------------------------------------------------------------------
 
     def doubts(self, why: str) -> None:
-        """Nothing of the disk may be waited for until a probe has succeeded."""
+        """Put the store in doubt: nothing is read or written until a probe succeeds."""
         if not self.doubt:
             self.probes = 0
         self.doubt = why
         self._probe_at = self._clock() + PAUSE_S
 
     def answers(self) -> None:
-        """A call has come back that had taken too long."""
+        """A call that had taken too long has returned."""
         if self.doubt == SILENT:
             self.doubt = ""
 
     def begins_probe(self) -> bool:
-        """Whether a file is to be read now to see if that works; `probed` is to be called then."""
+        """Whether a probe is due; if so, the caller makes it and then calls `probed`."""
         if not self.doubt or self._is_probing or self._clock() < self._probe_at:
             return False
         self.probes += 1

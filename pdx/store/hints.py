@@ -1,5 +1,5 @@
-"""What applications have said of chunks, as far as it outlasts their requests: which are to leave memory for the tier
-below, as soon as nobody reads them, and when chunks are to be forgotten, wherever they lie by then."""
+"""Applications' hints that outlast their requests: chunks to demote to the tier below as soon as they have no reader,
+and chunks with a time to live in all tiers."""
 
 from __future__ import annotations
 
@@ -17,43 +17,42 @@ from pdx.store.tier import Tier
 from pdx.store.tiers import Tiers
 from pdx.telemetry.env import Env
 
-MAX_DEMOTED = 1 << 16  # keys that are on their way
-MAX_LOOKS = 512  # at one time
-MAX_ENDS = 1 << 17  # keys that have an end
-MAX_TAKEN = 2048  # at one time: to forget them takes 25 ms of the control loop
+MAX_DEMOTED = 1 << 16  # pending keys
+MAX_LOOKS = 512  # keys per tick
+MAX_ENDS = 1 << 17  # keys with an end
+MAX_TAKEN = 2048  # keys per call: to delete them takes 25 ms of the control loop
 
 
 class _Demoted(msgspec.Struct):
-    """One key: where its shards lie, and until when the tier below may take to get it."""
+    """A key to demote: where its shards lie, and until when the tier below may take to get it."""
 
     shards: int
     arenas: Sequence[int]
     until: float
-    is_given: bool = False  # to the tiers below
+    is_given: bool = False  # given to the tiers below
 
 
 class Demotions:
-    """Each key is stored in the tier below first, and then leaves memory. Owned by the control loop.
+    """Pending demotions: each key is stored in the tier below, and then dropped from memory. Owned by the control loop.
 
-    One that is found by another request meanwhile stays, and one that a request in a queue wants stays as long as that
-    waits. One that the tier below does not get in time stays, too.
+    A key stays in memory if another request uses it meanwhile, as long as a queued request wants it, and if the tier
+    below does not get it in time.
     """
 
     def __init__(self, store: Store, tiers: Tiers, env: Env, *, within_s: float) -> None:
-        """`within_s`: how long the tier below may take for a chunk."""
+        """`within_s`: how long the tier below may take per chunk."""
         self._store = store
         self._tiers = tiers
         self._within_s = within_s
         self._counters = env.counters
         self._clock = env.clock
-        self.keys: OrderedDict[bytes, _Demoted] = OrderedDict()  # for others to read only
+        self.keys: OrderedDict[bytes, _Demoted] = OrderedDict()  # read-only for others
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def add(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int]) -> int:
-        """These shall leave, unless they are the ends of prompts, which no tier below takes; how many there was a place
-        for."""
+        """Demote these keys, except tails, which are not stored below; return how many were accepted."""
         count = 0
         for key in keys:
             chunks = self._store.index.known(key, shards, arenas)
@@ -66,12 +65,12 @@ class Demotions:
         return count
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Another request uses these: they stay."""
+        """Another request uses these keys: do not demote them."""
         for key in keys:
             self.keys.pop(key, None)
 
     def tick(self) -> None:
-        """Look at the next ones. To be called a few times a second."""
+        """Look at the next keys. To be called a few times a second."""
         for _ in range(min(len(self.keys), MAX_LOOKS)):
             key, demoted = self.keys.popitem(last=False)
             if self._is_over(key, demoted):
@@ -84,11 +83,11 @@ class Demotions:
     def _is_over(self, key: bytes, demoted: _Demoted) -> bool:
         chunks = self._store.index.known(key, demoted.shards, demoted.arenas)
         if chunks is None:
-            return True  # evicted, or deleted
+            return True  # evicted or deleted
         if any(chunk.is_kept for chunk in chunks):
             return False
         is_wanted = key in self._store.wanted
-        if is_wanted or not all(chunk.is_evictable for chunk in chunks):  # who waits for, writes or reads it takes time
+        if is_wanted or not all(chunk.is_evictable for chunk in chunks):  # waiting, filling and reading do not count
             demoted.until = self._clock() + self._within_s
             return False
         below = self._tiers.storing.below(chunks[0])
@@ -110,25 +109,25 @@ class Demotions:
 
 
 class Ends:
-    """Keys whose chunks have a time to live (`Hints.ttl_s`). Owned by the control loop; each call costs what it names.
+    """Keys whose chunks have a time to live (`Hints.ttl_s`). Owned by the control loop; a call costs what it names.
 
-    A chunk lives as long as the longest of the requests that use it: one that uses it and sets no end takes the end
-    away, and so what has no end gets none. The node remembers ends in memory alone.
+    Of several requests that use a chunk, the longest time counts: a request without an end removes the end, and a
+    chunk used without an end does not get one later. Ends do not survive the node.
     """
 
     def __init__(self) -> None:
-        self.until: dict[bytes, float] = {}  # of each key its end, for others to read only
+        self.until: dict[bytes, float] = {}  # key -> its end; read-only for others
         self._deadlines: Deadlines[bytes] = Deadlines()
-        self._over: deque[bytes] = deque()  # their time is over, unless they were used since; to be taken
+        self._over: deque[bytes] = deque()  # keys to be taken, whose time is over unless they were used since
 
     def __len__(self) -> int:
         return len(self.until)
 
     def set(self, new: Iterable[bytes], known: Iterable[bytes], until: float) -> tuple[int, int, int]:
-        """A request that ends so uses these: `new` ones are nobody else's, `known` ones may have no end.
+        """A request with this end uses these keys: `new` ones are its own, `known` ones may be used without an end.
 
-        :returns: how many have an end now, how many do not because others use them, and how many because there is no
-            place.
+        :returns: how many have an end now, how many have none because others use them, and how many because the table
+            is full.
         """
         ended = others = excess = 0
         for keys, are_new in ((new, True), (known, False)):
@@ -152,19 +151,19 @@ class Ends:
         self._deadlines.add((key,), until)
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """A request that sets no end uses these."""
+        """A request without an end uses these keys: they have none any more."""
         for key in keys:
             was = self.until.pop(key, None)
             if was is not None:
                 self._deadlines.discard(key, was)
 
     def postpone(self, keys: Iterable[bytes], until: float) -> None:
-        """These cannot be forgotten yet."""
+        """Move the end of these keys, which cannot be deleted yet."""
         for key in keys:
             self._move(key, self.until.get(key), until)
 
     def take(self, now: float) -> list[bytes]:
-        """Those whose time is over, or some of them; they are forgotten here."""
+        """Remove and return keys whose time is over, up to `MAX_TAKEN`."""
         self._over += self._deadlines.take(now)
         keys: list[bytes] = []
         while self._over and len(keys) < MAX_TAKEN:

@@ -1,5 +1,5 @@
-"""Why chunks that were here, or in a tier, are not any more: of the last ones, so that a miss can be explained, and
-what is computed again is known."""
+"""Why recent chunks are no longer in memory, or in a tier, so that a miss can be explained and a chunk that is computed
+again is recognized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_GONE = 1 << 16  # keys that are remembered
 
 
 class Cause(Enum):
-    """What became of a chunk: the kind of reason that `pdx why` shows, and a sentence with room for one detail."""
+    """Why a chunk is gone: the kind that `pdx why` shows, and a sentence with room for one detail."""
 
     EVICTED = "evicted", "evicted for {}"
     OVER_QUOTA = "evicted", "evicted for {}, being over the quota of its cache salt"
@@ -48,7 +48,7 @@ class Gone(msgspec.Struct, frozen=True, gc=False):
     at: float
     why: Cause
     detail: str = ""
-    is_stored: bool = True  # when it was evicted from memory, the tiers below had been given it
+    is_stored: bool = True  # whether it had been given to the tiers below when memory evicted it
 
     @property
     def text(self) -> str:
@@ -59,11 +59,11 @@ class Gone(msgspec.Struct, frozen=True, gc=False):
 
 
 class History:
-    """The last keys that are gone. Owned by the control loop; each call costs what it names."""
+    """The keys that went last, with the reason. Owned by the control loop; a call costs what it names."""
 
     def __init__(self) -> None:
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()
-        self.has_forgotten = False  # so that a key it does not know may have been here
+        self.has_forgotten = False  # whether an unknown key may have been here
 
     def note(self, keys: Iterable[bytes], why: Cause, now: float, *, detail: str = "", is_stored: bool = True) -> None:
         gone = Gone(now, why, detail, is_stored)
@@ -76,11 +76,11 @@ class History:
             self.has_forgotten = True
 
     def why(self, key: bytes) -> Gone | None:
-        """What became of the last chunk of this key; None: it never was here, or that is forgotten."""
+        """What became of the last chunk of this key; None if it never was here, or that is forgotten."""
         return self._gone.get(key)
 
     def is_missed(self, key: bytes) -> bool:
-        """Whether the last chunk of this key was whole, and left memory for others or by its age: nobody deleted it."""
+        """Whether the last chunk of this key was whole and then evicted or expired, not deleted."""
         gone = self._gone.get(key)
         return gone is not None and gone.why.kind in ("evicted", "expired")
 

@@ -1,4 +1,4 @@
-"""The records of all chunks: by slot, by key, and by who may still write or wants to forget them."""
+"""The records of all chunks: by slot, key, writer, owner, transfer and deadline."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Member = TypeVar("Member", bound=Hashable)
 
 
 class Groups(Generic[Key, Member]):
-    """Members by what they have in common, in the order in which they came. A group is dropped with its last member.
-    Each call costs what it changes or returns."""
+    """Members grouped by key, in order of insertion. A group is dropped with its last member. The cost of a call is
+    proportional to what it changes or returns."""
 
     def __init__(self) -> None:
         self._groups: dict[Key, dict[Member, None]] = {}
@@ -48,47 +48,47 @@ class Groups(Generic[Key, Member]):
         return len(self._groups.get(key, ()))
 
     def sizes(self) -> Iterator[tuple[Key, Member, int]]:
-        """Of each group its first member, and how many it has."""
+        """The key, first member and size of each group."""
         for key, group in self._groups.items():
             yield key, next(iter(group)), len(group)
 
 
 class Index:
-    """Where a chunk's record is found, and how many there are of each state.
+    """Finds chunks' records, and counts them by state.
 
-    A chunk moves on in its life by `step` alone, so that what leads to it follows `lifecycle` and nothing else.
-    All attributes are for others to read only.
+    A chunk changes state only by `step`, so that all ways to find it follow `lifecycle`.
+    All attributes are read-only for others.
     """
 
     def __init__(self, arenas: int = 1) -> None:
-        # key -> all its chunks, one per shard, all SEALED: a lookup sees that without a look at each …
+        # key -> its chunks, one per shard, all SEALED, so that a lookup need not check each …
         self.whole: dict[bytes, tuple[Chunk, ...]] = {}
-        # … and of the other keys: FILLING or SEALED chunks, by shard; with several arenas one per shard and arena.
+        # … other keys -> FILLING or SEALED chunks, by shard; with several arenas one per shard and arena.
         self.partial: dict[bytes, tuple[Chunk, ...]] = {}
         self.slots: list[dict[int, Chunk]] = [{} for _ in range(arenas)]  # offset -> chunk in any state but FREE
         self.writers: Groups[int, Chunk] = Groups()  # session -> FILLING or QUARANTINED chunks that it writes
-        self.owners: Groups[int, Chunk] = Groups()  # session -> FILLING chunks that it answers for
+        self.owners: Groups[int, Chunk] = Groups()  # session -> FILLING chunks that it has reserved
         self.transfers: Groups[str, Chunk] = Groups()  # transfer -> its FILLING chunks, and its SEALED tails
         self.deadlines: Deadlines[Chunk] = Deadlines()  # of FILLING chunks
         self.siblings = Siblings()  # SEALED chunks whose blocks have names
-        self.chunks = dict.fromkeys(State, 0)  # how many, by state
-        self.nbytes = dict.fromkeys(State, 0)  # their bytes, by state
+        self.chunks = dict.fromkeys(State, 0)  # number of chunks by state …
+        self.nbytes = dict.fromkeys(State, 0)  # … and their bytes
         self.layouts: Counter[bytes] = Counter()  # chunks by the layout of their engine …
         self.layout_bytes: Counter[bytes] = Counter()  # … and their bytes
-        # Keys that became whole, or were named, or are not whole any more, since somebody looked. With several arenas
-        # chunks that were sealed, named or are not there any more. None: nobody looks.
+        # Since the event log last took them: keys that became whole, were named, or are no longer whole; with several
+        # arenas instead the chunks that were sealed, named or removed. None: no log is kept.
         self.changed_keys: list[bytes] | None = None
         self.changed: list[Chunk] | None = None
-        self.pins = 0  # of all chunks together
+        self.pins = 0  # of all chunks
         self.pinned_bytes = 0  # of chunks with a pin …
         self.kept_bytes = 0  # … or with a tenant's lease
-        self.on_lost_lease: Callable[[Chunk], None] = lambda _: None  # a chunk is gone that has such a lease
+        self.on_lost_lease: Callable[[Chunk], None] = lambda _: None  # a chunk with a tenant's lease is gone
 
     def of(self, key: bytes, shards: int | None = None, arenas: Sequence[int] = ()) -> tuple[Chunk, ...]:
-        """The chunks of `key`, filling or sealed, in the first `shards` shards (in all by default) that have one.
+        """The chunks of `key`, filling or sealed, in the first `shards` shards (all by default), as far as they exist.
 
-        `arenas`: of each shard, the arena whose chunk is meant; the node's first by default. Without `shards` those of
-        all arenas.
+        `arenas`: per shard, the arena in which to look; the node's first by default. Without `shards`, look in all
+        arenas.
         """
         chunks = self.whole.get(key) or self.partial.get(key, ())
         if shards is None or not chunks:
@@ -102,7 +102,7 @@ class Index:
         )
 
     def sealed(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int] = ()) -> list[tuple[Chunk, ...]]:
-        """The leading run of keys that have a chunk in every shard, all sealed: `shards` chunks for each."""
+        """The chunks of the leading keys that are sealed in every shard: `shards` chunks for each."""
         whole = self.whole if len(self.slots) == 1 else {}
         run: list[tuple[Chunk, ...]] = []
         for key in keys:
@@ -115,7 +115,7 @@ class Index:
         return run
 
     def is_whole(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> bool:
-        """Whether there is a chunk of this key in every shard, all sealed."""
+        """Whether the key is sealed in every shard."""
         return bool(self.sealed([key], shards, arenas))
 
     def watch(self, *, is_on: bool) -> None:
@@ -124,7 +124,7 @@ class Index:
         self.changed = [] if is_on and not is_single else None
 
     def named(self, chunk: Chunk) -> None:
-        """Its blocks have names now."""
+        """A chunk's blocks were given names."""
         self.siblings.add(chunk.parent, chunk.blocks, chunk.key)
         if self.changed is not None:
             self.changed.append(chunk)
@@ -132,11 +132,11 @@ class Index:
             self.changed_keys.append(chunk.key)
 
     def keys(self) -> list[bytes]:
-        """Of all chunks that can be found, sealed or not: about 10 ns for each."""
+        """The keys of all chunks that can be found, sealed or not; takes about 10 ns for each."""
         return [*self.whole, *self.partial]
 
     def add(self, chunks: Sequence[Chunk]) -> None:
-        """New chunks of one reservation, to be filled; in its shard the key of each has no other."""
+        """Add new chunks of one reservation, to be filled. In its shard (and arena) each must be its key's only one."""
         if not chunks:
             return
         reservation, state = chunks[0].reservation, chunks[0].state
@@ -167,7 +167,7 @@ class Index:
             self.transfers.add(reservation.transfer, chunks)
 
     def step(self, chunks: Iterable[Chunk], step: Step) -> None:
-        """Move chunks on in their lives. Once FREE they are forgotten altogether, and their slots are nobody's."""
+        """Move chunks to their next state. The records of FREE ones are removed, and their slots may be reused."""
         changed, changed_keys = self.changed, self.changed_keys
         for chunk in chunks:
             reservation, was = chunk.reservation, chunk.state
@@ -219,7 +219,7 @@ class Index:
             del self.layouts[layout], self.layout_bytes[layout]
 
     def pin(self, chunk: Chunk, change: int) -> None:
-        """Count so many pins more (or fewer) of a chunk; it never has fewer than none."""
+        """Change a chunk's number of pins, to no less than 0."""
         was, was_kept = chunk.keep.pins, chunk.is_kept
         chunk.keep = replace(chunk.keep, pins=max(0, was + change))
         self.kept_bytes += chunk.slot.nbytes * (chunk.is_kept - was_kept)
@@ -227,13 +227,13 @@ class Index:
         self.pinned_bytes += chunk.slot.nbytes * (bool(chunk.keep.pins) - bool(was))
 
     def lease_for(self, chunk: Chunk, tenant: bytes, until: float) -> None:
-        """A tenant has leased the chunk until then; 0: nobody has."""
+        """Record that a tenant has leased the chunk until then; 0: no tenant has."""
         was_kept = chunk.is_kept
         chunk.keep = replace(chunk.keep, leased_until=until, lessee=tenant)
         self.kept_bytes += chunk.slot.nbytes * (chunk.is_kept - was_kept)
 
     def _hide(self, chunk: Chunk) -> None:
-        """Its key does not lead to it any more."""
+        """Make a chunk unfindable by its key."""
         chunks = self.whole.pop(chunk.key, None)
         if chunks is None:
             chunks = self.partial.pop(chunk.key)
@@ -242,23 +242,23 @@ class Index:
         if len(chunks) > 1:
             self.partial[chunk.key] = tuple(each for each in chunks if each is not chunk)
 
-    # ---- what others ask ----------------------------------------------------------------------
+    # ---- queries ------------------------------------------------------------------------------
 
     def known(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> list[Chunk] | None:
-        """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
+        """The chunks of all shards of `key`, sealed or being filled; None if one is missing."""
         chunks = self.of(key, shards, arenas)
         return list(chunks) if len(chunks) == shards else None
 
     def is_filling(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> bool:
-        """Whether every shard of `key` is there or on its way, and at least one is on its way."""
+        """Whether every shard of `key` is sealed or being filled, and at least one is being filled."""
         chunks = self.of(key, shards, arenas)
         return len(chunks) == shards and any(chunk.state is State.FILLING for chunk in chunks)
 
     def anywhere(
         self, key: bytes, shards: int, but: Sequence[int], *, is_filling: bool = False
     ) -> tuple[int, ...] | None:
-        """The arenas, by shard, beside those in `but` where every shard of `key` is sealed, or (`is_filling`) may still
-        be filled; None: one is missing.
+        """An arena per shard, other than that in `but`, where the shard of `key` is sealed or (with `is_filling`) being
+        filled; None if one is missing.
         """
         found: dict[int, int] = {}
         for chunk in self.of(key):
@@ -268,7 +268,7 @@ class Index:
         return tuple(found[shard] for shard in range(shards)) if len(found) == shards else None
 
     def offsets(self, arena: int) -> list[int]:
-        """Where chunks lie in an arena, in any state: a list of these themselves takes ten times as long."""
+        """The offsets of an arena's chunks, in any state; a list of the chunks would take ten times as long."""
         return list(self.slots[arena])
 
     def sealed_at(self, arena: int, offsets: Iterable[int]) -> list[bytes]:
@@ -277,11 +277,11 @@ class Index:
         return [chunk.key for chunk in found if chunk is not None and chunk.state is State.SEALED]
 
     def by_layout(self) -> dict[bytes, tuple[int, int]]:
-        """By KV layout, how many chunks there are, of one shard each and in any state, and their bytes."""
+        """KV layout -> number of its chunks, in any state, one per shard, and their bytes."""
         return {layout: (count, self.layout_bytes[layout]) for layout, count in self.layouts.items()}
 
     def census(self) -> tuple[dict[str, int], dict[str, int], int]:
-        """Chunks by state, bytes by state, pins."""
+        """Number of chunks by state, their bytes by state, and the number of pins."""
         chunks = {str(state): count for state, count in self.chunks.items() if count}
         nbytes = {str(state): self.nbytes[state] for state, count in self.chunks.items() if count}
         return chunks, nbytes, self.pins

@@ -1,4 +1,4 @@
-"""The life of a slot, as one table. All transitions are here; there is no other way to change a state.
+"""The life cycle of a slot, as one table. All transitions are here; there is no other way to change a state.
 
     FREE ──reserve──► FILLING ──seal──► SEALED ──evict──► FREE
                          │                 │
@@ -11,9 +11,9 @@
                       let_go            unleased
                          └──────► FREE ◄───┘
 
-A slot that is pushed to a peer is read while it is filled: when its writer lets go meanwhile, it is retired.
+A slot that is pushed to a peer is read while it is filled: if its writer lets go meanwhile, it is retired.
 
-A slot in FILLING, QUARANTINED or RETIRED is never given to anybody else (docs/architecture.md, invariant 3).
+A slot in FILLING, QUARANTINED or RETIRED is never given to another owner (docs/architecture.md, invariant 3).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """Where a slot is in its life. FREE slots have no record: it is the state before and after."""
+    """A slot's state. FREE slots have no record."""
 
     FREE = "free"
     FILLING = "filling"
@@ -34,14 +34,14 @@ class State(StrEnum):
 class Step(StrEnum):
     RESERVE = "reserve"
     SEAL = "seal"
-    ABORT = "abort"  # its reservation ends unsealed, the writer has not let go yet
-    LET_GO = "let_go"  # the writer says it will not write any more, or is known dead
-    DELETE = "delete"  # nobody may find or write it any more, while somebody reads it
+    ABORT = "abort"  # the reservation ends unsealed; the writer has not let go yet
+    LET_GO = "let_go"  # the writer says that it will not write any more, or is known dead
+    DELETE = "delete"  # it can no longer be found or written, but is still read
     UNLEASED = "unleased"  # the last lease ended
     EVICT = "evict"  # not leased, not pinned
 
 
-# A step that is not here is a bug of ours, not of a peer.
+# A missing step is a bug in PDX, not a peer's fault.
 TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.FREE, Step.RESERVE): State.FILLING,
     (State.FILLING, Step.SEAL): State.SEALED,
@@ -56,5 +56,5 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 }
 
 
-WRITABLE = frozenset({State.FILLING, State.QUARANTINED})  # somebody may still write there
-FINDABLE = frozenset({State.FILLING, State.SEALED})  # its key leads to it
+WRITABLE = frozenset({State.FILLING, State.QUARANTINED})  # may still be written
+FINDABLE = frozenset({State.FILLING, State.SEALED})  # can be found by key

@@ -1,6 +1,6 @@
-"""When a load is sooner than computing, by what was measured of both (invariant 10). Pure functions.
+"""Whether a load is faster than computing, by measured rates of both (invariant 10). Pure functions.
 
-docs/adr/0047-loads-that-pay.md says why these numbers.
+docs/adr/0047-loads-that-pay.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from pdx.telemetry.rate import Rate
 
-PROBE_S = 10.0  # after so long, a source that does not pay is looked at again
-MARGIN = 1.1  # a load that takes by so much less than computing is worth it …
-LOAD_S = 0.005  # … and so much more, for what comes with any load
-LATE = 2.0  # times the time of computing, and a load is given up …
-MIN_LOAD_S = 0.25  # … but not sooner than that
+PROBE_S = 10.0  # how often a source that does not pay is probed
+MARGIN = 1.1  # safety factor on the estimated time of a load …
+LOAD_S = 0.005  # … and the fixed cost of any load, added to it
+LATE = 2.0  # a load is given up after so many times the time of computing …
+MIN_LOAD_S = 0.25  # … but not before this
 
 
 class Computing(NamedTuple):
-    """What an engine takes that computes: for one chunk (infinity: not known), and before it comes to the first."""
+    """How long an engine computes: seconds per chunk (infinity: not known), and before it begins the first."""
 
     chunk_s: float
     backlog_s: float = 0.0
@@ -35,10 +35,10 @@ UNKNOWN = Computing(math.inf)
 
 
 def takes_s(rate: Rate, nbytes: int) -> float:
-    """Seconds until so many bytes are loaded, on the safe side; 0: nothing is known of the source."""
+    """Conservative estimate of the seconds for a load of so many bytes; 0 if the source's rate is not known."""
     return rate.seconds(nbytes) * MARGIN + LOAD_S if rate.is_known else 0.0
 
 
 def patience_s(computing_s: float, most_s: float) -> float:
-    """For how long a load is waited for that replaces so much computing."""
+    """How long to wait for a load that replaces so much computing."""
     return min(most_s, max(MIN_LOAD_S, LATE * computing_s))

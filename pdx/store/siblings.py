@@ -1,8 +1,8 @@
-"""Sealed chunks by the chunk that leads up to them: which one begins as a prompt goes on.
+"""Sealed chunks by their predecessor: finds the one that shares the most leading blocks with a prompt.
 
 A block's name is 16 bytes of the engine's chained hash, so that equal names mean equal tokens up to the end of the
-block. All chunks are in one sorted list: by the key that leads up to them, then by the names of their blocks. The one
-that has the most leading blocks in common with a prompt stands next to the place where the prompt's own would stand.
+block. All chunks are in one list, sorted by the predecessor's key, then by the names of their blocks. The chunk with
+the most leading blocks in common with a prompt is next to the place where the prompt's own chunk would be.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from sortedcontainers import SortedList
 
 from pdx.memory.keys import KEY_BYTES
 
-MAX_BEGINNINGS = 8  # that one chunk makes useless at once: what is behind them goes with the next one, or by its age
-_Entry = tuple[bytes, bytes, bytes]  # what leads up to it, names of its blocks, key
+MAX_BEGINNINGS = 8  # dropped at once when a longer chunk is sealed; the rest go with the next one, or are evicted
+_Entry = tuple[bytes, bytes, bytes]  # predecessor's key, names of the blocks, key
 
 
 def common(one: bytes, other: bytes) -> int:
-    """How many leading blocks are the same, by their names."""
+    """The number of leading blocks with equal names."""
     most = min(len(one), len(other)) // KEY_BYTES
     if one[: most * KEY_BYTES] == other[: most * KEY_BYTES]:
         return most
@@ -28,11 +28,11 @@ def common(one: bytes, other: bytes) -> int:
 
 
 class Siblings:
-    """All of them. Each call costs a search in the sorted list. Owned by the control loop."""
+    """The sorted list of chunks. Each call costs a search in it. Owned by the control loop."""
 
     def __init__(self) -> None:
         self._sorted: SortedList[_Entry] = SortedList()
-        self._known: dict[bytes, tuple[_Entry, int]] = {}  # by key, and how many slots are sealed
+        self._known: dict[bytes, tuple[_Entry, int]] = {}  # key -> (entry, number of sealed slots)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -45,12 +45,12 @@ class Siblings:
         return next(iter(self._known))
 
     def names(self, key: bytes) -> tuple[bytes, bytes]:
-        """The key that leads up to this one, and the names of its blocks."""
+        """The predecessor's key, and the names of this key's blocks."""
         parent, blocks, _ = self._known[key][0]
         return parent, blocks
 
     def add(self, parent: bytes, blocks: bytes, key: bytes) -> None:
-        """A chunk of this key is sealed: one shard, in one arena. What the first one said holds for all."""
+        """A chunk of this key is sealed, one shard in one arena. `parent` and `blocks` of the first hold for all."""
         entry, count = self._known.get(key, ((parent, blocks, key), 0))
         if not count:
             self._sorted.add(entry)
@@ -64,7 +64,7 @@ class Siblings:
             self._sorted.remove(entry)
 
     def like(self, parent: bytes, blocks: bytes) -> Iterator[tuple[bytes, int]]:
-        """Keys that begin as `blocks` do and in how many blocks: the neighbours of both sides, the better one first."""
+        """Keys that share leading blocks with `blocks`, and how many: the neighbors on both sides, the better first."""
         place = (parent, blocks, b"")
         before = islice(self._sorted.irange(maximum=place, reverse=True), 1)
         behind = islice(self._sorted.irange(minimum=place), 1)
@@ -74,7 +74,7 @@ class Siblings:
                 yield key, count
 
     def beginnings(self, parent: bytes, blocks: bytes, key: bytes) -> list[bytes]:
-        """Keys of others next to this one that have nothing but its blocks, or the leading ones of them."""
+        """Other keys, next to this one, whose blocks are all or the leading ones of `blocks`."""
         found: list[bytes] = []
         maximum = (parent, blocks, b"\xff" * (KEY_BYTES + 1))
         for entry in islice(self._sorted.irange(maximum=maximum, reverse=True), MAX_BEGINNINGS + 1):

@@ -1,4 +1,4 @@
-"""The slots of one arena: for chunks that come, taken from chunks that may go."""
+"""The slots of one arena: grants them to new chunks, and evicts others for that."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pdx.store.index import Index
 from pdx.store.lifecycle import Step
 from pdx.telemetry.env import Env
 
-LOOKS = 1024  # chunks looked at in one search beyond those that it must look at
-BARS = 64  # by chunks of higher levels, before a search leaves a level
+LOOKS = 1024  # chunks that a search may look at in excess of its minimum
+BARS = 64  # times that chunks of higher levels bar the way before a search leaves a level
 
 
 class SlotPool:
-    """Grants slots, evicts chunks for them, and takes slots back. It alone changes the arena's tables.
+    """Grants slots, evicts chunks for them, and takes slots back. Nothing else changes the arena's tables.
 
-    What may be evicted is in `order`; who makes a chunk evictable, or not, inserts it there and holds it.
+    `order` has the chunks that may be evicted; callers insert and hold chunks there as these become evictable or not.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SlotPool:
         history: History,
         env: Env,
     ) -> None:
-        """`number`: of the arena in its node; `nbytes`: how much of it, from its beginning, is for chunks."""
+        """`number`: the arena's number in its node; `nbytes`: how much of it, from its beginning, is for chunks."""
         self.total_bytes = nbytes
         self._number = number
         self._generations = arena.generations
@@ -47,31 +47,31 @@ class SlotPool:
         self._history = history
         self._counters = env.counters
         self._clock = env.clock
-        self._stopped_at: dict[int, Chunk] = {}  # size that was not found -> where the next search for it goes on
+        self._stopped_at: dict[int, Chunk] = {}  # size of a search that gave up -> where the next one continues
         self.order = order
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are nobody's."""
+        """Bytes that are not allocated."""
         return self._allocator.free_bytes
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that would be nobody's if everything were evicted that may be."""
+        """Bytes that would be free if everything evictable were evicted."""
         return self._allocator.free_bytes + self.order.nbytes
 
     def grant(self, sizes: Sequence[int], shards: int, *, partial: bool, who: str) -> list[Slot]:
-        """New slots for chunks of these sizes, in order: for each one per shard.
+        """Grant slots for chunks of these sizes, in order, one per shard each.
 
-        For all of them or for none; with `partial` for as many leading ones as fit. Evicts what it must, and without
-        `partial` nothing unless everything fits then. `who` wants them.
+        Grants all or none; with `partial`, as many leading ones as fit. Evicts as needed; without `partial`, only if
+        everything fits then. `who` names the requester in the history.
         """
         runs = [(nbytes, len(list(run)) * shards) for nbytes, run in itertools.groupby(sizes)]
         taken = [self._allocator.allocate_many(nbytes, count) for nbytes, count in runs]
         short = [at for at, (_, count) in enumerate(runs) if len(taken[at]) < count]
         if short:
             missing = len(sizes) * shards - sum(map(len, taken))
-            for at in short:  # the slots may fit elsewhere once there is more room
+            for at in short:  # they may fit elsewhere once there is more room
                 self._allocator.free_many(taken[at])
             self._make_room(max(runs[at][0] for at in short), missing, partial=partial, who=who)
             for at in short:
@@ -89,7 +89,7 @@ class SlotPool:
         ]
 
     def _make_room(self, nbytes: int, count: int, *, partial: bool, who: str) -> None:
-        """Evict, so that `count` slots of `nbytes` more fit, with `partial` some of them; nothing if they would not."""
+        """Evict so that `count` more slots of `nbytes` fit, or with `partial` some of them; else evict nothing."""
         size = round_up(nbytes)
         clearing = Clearing(self._allocator, self._index, self._number, size, count)
         clearing.search(self.order.levels(self._stopped_at.get(size)))
@@ -111,33 +111,33 @@ class SlotPool:
             self._history.note(keys, why, self._clock(), detail=who, is_stored=is_stored)
 
     def drop(self, chunk: Chunk, why: Cause) -> None:
-        """Have a sealed chunk forgotten now, and its room free as soon as nobody reads it."""
+        """Make a sealed chunk unfindable now, and free its room as soon as it has no reader."""
         self._history.note((chunk.key,), why, self._clock())
-        if chunk.leases:  # the last of those who read it frees it
+        if chunk.leases:  # its last reader frees it
             self._index.step([chunk], Step.DELETE)
         else:
             self.free([chunk], Step.EVICT)
 
     def give_back(self, slots: Sequence[Slot]) -> None:
-        """These slots were granted and are not used: they never held a chunk."""
+        """Take back granted slots that never held a chunk."""
         self._allocator.free_many([slot.offset for slot in slots])
 
     def free(self, chunks: Sequence[Chunk], step: Step) -> None:
-        """Forget these chunks, which nobody reads or writes, and give their room back."""
+        """Free these chunks, which have no reader or writer, by `step`, and their room."""
         self._index.step(chunks, step)
         for chunk in chunks:
             self.order.remove(chunk)
             chunk.before = None
-            # Before anybody else can get the room: stale readers and writers see it.
+            # Raise it before the room is granted again: stale readers and writers check it.
             self._next_generation(chunk.slot.offset)
         self._allocator.free_many([chunk.slot.offset for chunk in chunks])
 
     def tell_filled(self, chunk: Chunk) -> None:
-        """More of its slices are filled: readers see how many leading ones."""
+        """Tell readers, through the arena's table, how many leading slices of the chunk are filled."""
         self._filled[chunk.slot.offset // GRANULE_BYTES] = (~chunk.filled & (chunk.filled + 1)).bit_length() - 1
 
     def tell_never(self, chunk: Chunk) -> None:
-        """It will never be whole: who copies what is filled need not wait for the rest."""
+        """Tell readers that the chunk will never be whole, so that they do not wait for the rest."""
         self._filled[chunk.slot.offset // GRANULE_BYTES] = NEVER
 
     def _next_generation(self, offset: int) -> int:
@@ -149,28 +149,28 @@ class SlotPool:
 
 
 class Window(msgspec.Struct):
-    """Room without a gap: what would be free if `chunks` were evicted, with the free or cleared room beside them."""
+    """Contiguous room that would be free if `chunks` were evicted, with adjacent free or cleared room."""
 
     start: int
     end: int
     chunks: list[Chunk]
-    cleared: list[int]  # starts of windows that were cleared before, and are parts of this one
-    slots: int = 0  # that fit into those, and into the holes that are parts of it
+    cleared: list[int]  # starts of windows cleared earlier that are parts of this one
+    slots: int = 0  # that already fit into those and into the holes within it
 
 
 class Clearing:
-    """Which chunks to evict, so that `wanted` slots of `size` bytes more fit: found before anything is evicted.
+    """A search for chunks to evict so that `wanted` more slots of `size` bytes fit, before anything is evicted.
 
-    It begins at the chunk that should go first. Where that chunk's room, joined with the holes beside it, holds one
-    more slot, it goes alone: with slots of one size that is all. Otherwise the chunks beside it go with it, first those
-    before it (the end of a prompt lies behind its beginning, and goes first), then those behind it, until one more slot
-    fits or both ways are barred by what must stay; then nothing of that goes. What is on a higher level than it bars
-    the way, too: the end of a prompt, which nearly always is too short for a chunk, would take any chunk with it, just
-    used or not. Where such bars are met again and again, the turn passes to the next level: else a search among the
-    ends would never come to the chunks. So neighbours of its level, or below, go out of their turn, though chunks whose
-    turn it is might lie together elsewhere.
+    It begins at the first chunk in the order of eviction. If that chunk's room, joined with adjacent holes, holds one
+    more slot, it goes alone; with slots of a single size this is always so. Otherwise its neighbors go with it, first
+    those before it (the end of a prompt lies behind its beginning, and goes first), then those behind it, until one
+    more slot fits, or chunks that must stay bar both ways; then none of them goes. Chunks of a higher level bar the
+    way, too: otherwise the end of a prompt, which is nearly always smaller than a chunk, would take any neighbor with
+    it, recently used or not. After `BARS` such bars the search passes to the next level, or it would never get past the
+    ends of prompts. So neighbors of the same level or below go before their turn, even if chunks whose turn it is lie
+    together elsewhere.
 
-    Its cost is bounded by what it finds, and by `LOOKS` chunks where it finds nothing.
+    The cost is bounded by what it finds, and by `LOOKS` chunks if it finds nothing.
     """
 
     def __init__(self, allocator: Allocator, index: Index, arena: int, size: int, wanted: int) -> None:
@@ -180,19 +180,19 @@ class Clearing:
         self._size = size
         self._wanted = wanted
         self._looks = LOOKS + 8 * wanted + size // GRANULE_BYTES
-        self._bars = 0  # met on this level, by what is on a higher one
+        self._bars = 0  # met in this level's search, by chunks of higher levels
         self._ends: dict[int, int] = {}  # start of a cleared window -> its end
         self._starts: dict[int, int] = {}  # end -> start
-        self.victims: dict[Chunk, None] = {}  # in the order in which they go
-        self.slots = 0  # that would fit into what is cleared
-        self.stopped_at: Chunk | None = None  # where the search gave up before it had looked at all
+        self.victims: dict[Chunk, None] = {}  # in order of eviction
+        self.slots = 0  # that would fit into the cleared windows
+        self.stopped_at: Chunk | None = None  # where the search gave up, if it has not looked at all chunks
 
     @property
     def is_enough(self) -> bool:
         return self.slots >= self._wanted
 
     def search(self, levels: Iterable[Iterable[Chunk]]) -> None:
-        """Choose victims until all slots fit: of each level those that go first. Nothing may change meanwhile."""
+        """Choose victims until all slots fit, level by level in their order. Nothing may change meanwhile."""
         for first_to_go in levels:
             self._bars = 0
             for chunk in first_to_go:
@@ -202,7 +202,7 @@ class Clearing:
                 self._looks -= 1
                 if chunk not in self.victims:
                     self._take(chunk)
-                if self.is_enough:  # before the next one is asked for: a policy moves on by what was asked
+                if self.is_enough:  # before the next one is drawn, because drawing may change a policy's state
                     self.stopped_at = None
                     return
             if self._looks <= 0:
@@ -210,7 +210,7 @@ class Clearing:
         self._join_all()
 
     def _take(self, chunk: Chunk) -> None:
-        """This chunk goes, with what lies beside it where that is needed for one slot more; or it stays."""
+        """Choose this chunk, with its neighbors if one more slot needs them; or leave it, if no slot can be gained."""
         if chunk.room_bytes == self._size:
             self._clear_alone(chunk)
             self._clear_other_shards([chunk])
@@ -254,7 +254,7 @@ class Clearing:
             window.end = end
 
     def _join_all(self) -> None:
-        """Join what was cleared with what lies beside it: across them more slots may fit."""
+        """Join cleared windows with adjacent room: across their borders more slots may fit."""
         for start in list(self._ends):
             end = self._ends.get(start)
             if end is not None:
@@ -269,11 +269,11 @@ class Clearing:
         window.slots += (end - start) // self._size
 
     def _gain(self, window: Window) -> int:
-        """How many slots more would fit than without this window."""
+        """The number of slots that fit only thanks to this window."""
         return (window.end - window.start) // self._size - window.slots
 
     def _grow(self, window: Window) -> bool:
-        """Take in what lies before it, then what lies behind it, until one slot more fits; whether it does."""
+        """Extend the window before it, then behind it, until one more slot fits; return whether it does."""
         slots = self._index.slots[self._arena]
         level = window.chunks[0].level
         is_barred = False  # before it
@@ -309,7 +309,7 @@ class Clearing:
         self.victims.update(dict.fromkeys(window.chunks))
 
     def _clear_alone(self, chunk: Chunk) -> None:
-        """A slot of the very size that is wanted goes. What lies beside it is not looked at: most searches end so."""
+        """Choose a chunk of exactly the wanted size, without a look at its neighbors: the most common case."""
         start, end = chunk.slot.offset, chunk.slot.offset + self._size
         self.slots += 1
         self._ends[start] = end
@@ -317,7 +317,7 @@ class Clearing:
         self.victims[chunk] = None
 
     def _clear_other_shards(self, chunks: list[Chunk]) -> None:
-        """The other shards of these in this arena go with them: a chunk that lacks one is worth nothing."""
+        """Choose the other shards of these chunks in this arena, too: a chunk that lacks a shard is useless."""
         for chunk in chunks:
             for other in self._index.of(chunk.key):
                 if other.slot.arena != self._arena or other in self.victims or not other.is_evictable:

@@ -1,8 +1,8 @@
 """The chunk store of a node's arenas: reserve, fill, seal, look up, lease, evict.
 
-Owned by the node's control loop: one thread, no locks, no I/O, the clock is a parameter. It never moves a byte; it
-says where bytes may go and which are there. What goes first is the policy's choice (`pdx.store.eviction`), but the end
-of a prompt goes before its beginning, because a prefix is only worth what leads up to it.
+Owned by the node's control loop: one thread, no locks, no I/O; the clock is a parameter. The store never moves bytes;
+it says where bytes may be written and which are there. The policy chooses which chunks are evicted first
+(`pdx.store.eviction`), but the end of a prompt goes before its beginning: a chunk is useless without its prefix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LRU = find("lru")
 
 
 class Lease(msgspec.Struct):
-    """Chunks that stay as long as this lasts."""
+    """A session's promise that these chunks stay until it is released or expires."""
 
     session: int
     chunks: list[Chunk]
@@ -44,12 +44,12 @@ class Lease(msgspec.Struct):
 
 
 class Store:
-    """What becomes of chunks: who may write, find, read, keep and forget them, and until when.
+    """The life of chunks: who may write, find, read, keep and delete them, and until when.
 
-    The index finds their records, a pool per arena grants and takes back their slots. Processes read by leases, which
-    have a deadline, and copies by holds, which have none; both are counted in the chunk.
-    A chunk of one key and shard may lie in several arenas; each of those is a chunk of its own, and `arenas` says for
-    each shard which one is meant.
+    The index finds their records; a pool per arena grants slots and takes them back. Processes read under leases, which
+    have a deadline, and copies under holds, which have none; both are counted in the chunk.
+    A chunk of one key and shard may lie in several arenas. Each of these has its own record, and `arenas` says which
+    one is meant, per shard.
     """
 
     def __init__(
@@ -65,16 +65,15 @@ class Store:
         kept_share: float = 1.0,
     ) -> None:
         """`arena` has number 0, those in `more` follow. `nbytes`: how much of the first, from its beginning, is for
-        chunks; all of it by default. `policy`: makes what decides in an arena of so many bytes which chunks go first.
-        `quota`: the share of each arena that chunks of one cache salt may keep. `lease_share`, `kept_share`: see
-        `TenantLeases`.
+        chunks; all of it by default. `policy`: makes the eviction policy of an arena of a given size. `quota`: the
+        share of each arena that chunks of one cache salt may keep. `lease_share`, `kept_share`: see `TenantLeases`.
         """
         self._clock = env.clock
         self.counters = env.counters
         self.history = History()
-        # by key, for each request in a queue that wants it, where in its prompt it is; the first in the queue first
+        # key -> (number of a queued request that wants it -> its index in that prompt), in the queue's order
         self.wanted: dict[bytes, dict[int, int]] = {}
-        self.index = Index(1 + len(more))  # for others to read only
+        self.index = Index(1 + len(more))  # read-only for others
         sizes = [nbytes or arena.nbytes, *(each.nbytes for each in more)]
         self.pools = [
             SlotPool(
@@ -98,14 +97,14 @@ class Store:
     # ---- looking up and leasing -------------------------------------------------------------
 
     def find(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int] = ()) -> list[tuple[Chunk, ...]]:
-        """The leading run of keys that are sealed in every shard: `shards` chunks per hit."""
+        """The chunks of the leading keys that are sealed in every shard: `shards` chunks per hit."""
         return self.index.sealed(keys, shards, arenas)
 
     def part(
         self, parent: bytes, blocks: bytes, shards: int, arenas: Sequence[int] = ()
     ) -> tuple[tuple[Chunk, ...], int] | None:
-        """A sealed chunk behind `parent` that begins with the most of these blocks, in every shard, and with how many;
-        None: there is none with one of them."""
+        """The chunk after `parent`, sealed in every shard, that shares the most leading blocks with `blocks`, and their
+        number; None if none shares a block."""
         for key, count in self.index.siblings.like(parent, blocks):
             for chunks in self.find([key], shards, arenas):
                 for chunk in chunks:
@@ -114,8 +113,8 @@ class Store:
         return None
 
     def name(self, chunks: Iterable[Chunk], parent: bytes, blocks: bytes, block_tokens: int = 0) -> None:
-        """Sealed chunks of one key have these blocks: what came from elsewhere does not say so itself. `block_tokens`
-        holds for all that was reserved with them; 0: as before."""
+        """Set the blocks of one key's sealed chunks, which are not known for chunks from elsewhere. `block_tokens`
+        applies to all chunks of their reservation; 0: leave as it is."""
         for chunk in chunks:
             if chunk.state is State.SEALED and not chunk.blocks:
                 chunk.reservation.block_tokens = block_tokens or chunk.reservation.block_tokens
@@ -123,7 +122,7 @@ class Store:
                 self.index.named(chunk)
 
     def lease(self, chunks: Iterable[Chunk], session: int, seconds: float) -> int:
-        """Keep these chunks, sealed or being filled, for `seconds`; returns the lease's number."""
+        """Lease these chunks, sealed or being filled, for `seconds`; return the lease's number."""
         lease = Lease(session, list(chunks), self._clock() + seconds)
         for chunk in lease.chunks:
             self.pools[chunk.slot.arena].order.hold(chunk, is_use=chunk.state is State.SEALED)
@@ -166,18 +165,18 @@ class Store:
         self.unhold(lease.chunks)
 
     def hold(self, chunks: Iterable[Chunk], *, is_use: bool = True) -> None:
-        """Keep the memory of these chunks as it is, filled or still being filled, until `unhold`: a copy reads it.
+        """Keep these chunks, filled or being filled, in memory until `unhold`, because a copy reads them.
 
-        `is_use`: somebody waits for that; else it changes nothing of the order in which chunks go.
+        `is_use`: a request waits for the copy; else the order of eviction does not change.
         """
         for chunk in chunks:
             self.pools[chunk.slot.arena].order.hold(chunk, keeps_place=not is_use)
             chunk.leases += 1
 
     def unhold(self, chunks: Sequence[Chunk]) -> None:
-        """One reader of each of these is done."""
+        """One reader of each of these chunks is done."""
         freed: defaultdict[tuple[int, Step], list[Chunk]] = defaultdict(list)  # by arena
-        for chunk in reversed(chunks):  # the end of the prompt becomes the older one
+        for chunk in reversed(chunks):  # the end of the prompt counts as older
             chunk.leases -= 1
             if chunk.leases or chunk.state in WRITABLE:
                 continue
@@ -192,24 +191,24 @@ class Store:
             self.pools[arena].free(of_arena, step)
 
     def touch(self, chunks: Sequence[Chunk]) -> None:
-        """A request has found these."""
-        for chunk in reversed(chunks):  # the end of the prompt becomes the older one
+        """A request has hit these chunks."""
+        for chunk in reversed(chunks):  # the end of the prompt counts as older
             self.pools[chunk.slot.arena].order.access(chunk)
 
     def refresh(self, chunks: Sequence[Chunk]) -> None:
-        """A request that has found these waits for others, or will ask for them: they should not go meanwhile."""
+        """Postpone the eviction of these chunks: a request that found them waits for others, or will ask for them."""
         for chunk in reversed(chunks):
             chunk.is_passed = False
             self.pools[chunk.slot.arena].order.refresh(chunk)
 
     def want(self, keys: Sequence[bytes], number: int) -> None:
-        """A request in a queue will use these, if they are here by then. `number`: grows from request to request."""
+        """A queued request will use these keys, if they are here by then. `number` grows from request to request."""
         for index, key in enumerate(keys):
             self.wanted.setdefault(key, {})[number] = index
         self._refresh_keys(keys)
 
     def want_no_more(self, keys: Sequence[bytes], number: int) -> None:
-        """That request waits no more."""
+        """The request is no longer queued."""
         for key in dict.fromkeys(keys):
             places = self.wanted[key]
             del places[number]
@@ -223,12 +222,12 @@ class Store:
     # ---- reserving and filling --------------------------------------------------------------
 
     def reserve(self, claim: Claim) -> tuple[list[int], list[Slot], bool]:
-        """Room for the keys that are not there: (granted indices, their slots chunk-major, whether room ran out).
+        """Reserve room for the missing keys: (granted indices, their slots chunk-major, whether room ran out).
 
-        Evicts what it must. Without `partial`, nothing is granted and nothing evicted unless everything fits then.
+        Evicts as needed. Without `partial`, nothing is granted or evicted unless everything fits then.
 
-        :raises ArenaTooSmall: it (one chunk of it, with `partial`) would not even fit into an empty arena.
-        :raises ProtocolError: a key stands twice in the claim.
+        :raises ArenaTooSmall: the claim (with `partial`: one of its chunks) would not even fit into an empty arena.
+        :raises ProtocolError: the claim has a key twice.
         """
         wanted = self.missing(claim)
         slots = self.room(claim, claim.sizes(wanted))
@@ -237,7 +236,7 @@ class Store:
         return granted, slots, len(granted) < len(wanted)
 
     def missing(self, claim: Claim) -> list[int]:
-        """Which of its keys are not there, by index. :raises ProtocolError: a key stands twice in the claim."""
+        """The indices of the claim's missing keys. :raises ProtocolError: the claim has a key twice."""
         if len(set(claim.keys)) != len(claim.keys):
             raise ProtocolError("a key stands twice in one reservation")
         shards = len(claim.writers)
@@ -249,11 +248,11 @@ class Store:
         ]
 
     def room(self, claim: Claim, sizes: Sequence[int]) -> list[Slot]:
-        """Slots for chunks of these sizes, chunk-major, or for as many leading ones as there is room for; see
-        `reserve`. Who asks makes chunks of them, or gives them back."""
+        """Grant slots for chunks of these sizes, chunk-major, or for as many leading ones as there is room for; see
+        `reserve`. The caller turns them into chunks, or gives them back."""
         shards = len(claim.writers)
         homes = claim.arenas or (0,) * shards
-        of_pool: dict[int, int] = Counter(homes)  # arena -> shards that go there
+        of_pool: dict[int, int] = Counter(homes)  # arena -> number of shards in it
         room_sizes = [-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES for nbytes in sizes]
         for arena, count in of_pool.items():
             pool, total = self.pools[arena], sum(room_sizes) * count
@@ -268,7 +267,7 @@ class Store:
             slots_of[arena] = self.pools[arena].grant(sizes[:granted], count, partial=claim.partial, who=who)
             granted = len(slots_of[arena]) // count
         slots = slots_of[homes[0]]
-        if len(of_pool) > 1:  # what one arena has no room for is no use in another
+        if len(of_pool) > 1:  # a chunk whose shards do not all have room is useless
             for arena, count in of_pool.items():
                 self.pools[arena].give_back(slots_of[arena][granted * count :])
             left = {arena: iter(got) for arena, got in slots_of.items()}
@@ -277,7 +276,7 @@ class Store:
         return slots
 
     def _is_absent(self, key: bytes, shards: int, arenas: Sequence[int]) -> bool:
-        """Whether `key` must be written. What is left of a chunk that lost a shard is dropped here."""
+        """Whether `key` must be written. If some of its shards are gone, the others are dropped here."""
         present = self.index.of(key, shards, arenas)
         if not present:
             return True
@@ -288,9 +287,9 @@ class Store:
         return True
 
     def fill(self, slots: Iterable[Slot], first_layer: int, layers: int, session: int) -> list[Chunk]:
-        """The writer has filled these slices; returns the chunks.
+        """Record that the writer has filled these slices; return the chunks.
 
-        :raises StaleSlot: a slot is no longer this writer's to fill.
+        :raises StaleSlot: this writer may not fill a slot (any more).
         :raises ProtocolError: a layer is out of range.
         """
         chunks = [self._written(slot, session) for slot in slots]
@@ -301,14 +300,14 @@ class Store:
                     f"layers up to {first_layer + layers} filled of {chunk!r} with {chunk.reservation.layers}"
                 )
             chunk.filled |= bits
-            if chunk.state is State.FILLING:  # else it was aborted, which its readers have been told
+            if chunk.state is State.FILLING:  # else it was aborted, and its readers know
                 self.pools[chunk.slot.arena].tell_filled(chunk)
         return chunks
 
     def seal(self, chunks: Iterable[Chunk]) -> None:
-        """These chunks are whole: from now on they never change and can be hit.
+        """Seal these chunks, which are whole: from now on they never change and can be hit.
 
-        :raises ProtocolError: one of them has slices that were not filled; none is sealed.
+        :raises ProtocolError: a chunk has unfilled slices; none is sealed.
         """
         once = dict.fromkeys(chunks)
         for chunk in once:
@@ -327,7 +326,7 @@ class Store:
                 self._drop_beginnings(chunk)
 
     def _drop_beginnings(self, sealed: Chunk) -> None:
-        """Ends of prompts that this chunk has all of are of no use any more."""
+        """Drop ends of prompts that this chunk contains."""
         for key in self.index.siblings.beginnings(sealed.parent, sealed.blocks, sealed.key):
             chunks = self.index.of(key)
             if all(chunk.is_evictable and chunk.slot.arena == sealed.slot.arena for chunk in chunks):
@@ -335,9 +334,9 @@ class Store:
                     self.pools[chunk.slot.arena].drop(chunk, Cause.LONGER)
 
     def _make_evictable(self, sealed: Sequence[Chunk]) -> None:
-        """These were just sealed: each may be evicted from now on, before what leads up to it."""
+        """Make chunks evictable that were just sealed, each before its predecessors."""
         evictable = {chunk: None for chunk in sealed if chunk.is_evictable}
-        for chunk in reversed(evictable):  # the end of what was sealed at once becomes the older one
+        for chunk in reversed(evictable):  # of chunks sealed together the end counts as older
             order = self.pools[chunk.slot.arena].order
             if chunk.before not in evictable and chunk.before not in order:
                 order.insert(chunk, goes_first=chunk.is_spare)
@@ -347,7 +346,7 @@ class Store:
             chunk.before = None
 
     def abort(self, chunks: Iterable[Chunk], why: Cause = Cause.GIVEN_UP) -> None:
-        """Their reservation ends unsealed; the room stays the writer's until it lets go. `why`: for the history."""
+        """End their reservation unsealed; the writer keeps the room until it lets go. `why`: for the history."""
         filling = [chunk for chunk in dict.fromkeys(chunks) if chunk.state is State.FILLING]
         self.history.note((chunk.key for chunk in filling), why, self._clock())
         for chunk in filling:
@@ -356,7 +355,7 @@ class Store:
         self.counters["aborted"] += len(filling)
 
     def let_go(self, chunks: Iterable[Chunk], why: Cause = Cause.GIVEN_UP, detail: str = "") -> None:
-        """Their writer will not write them any more: the room is free again, or left to who still reads it."""
+        """The writer will not write these chunks any more: free their room, once copies no longer read it."""
         given = [chunk for chunk in dict.fromkeys(chunks) if chunk.state in WRITABLE]
         filling = [chunk.key for chunk in given if chunk.state is State.FILLING]
         self.history.note(filling, why, self._clock(), detail=detail)
@@ -372,7 +371,7 @@ class Store:
     def at(self, slot: Slot) -> Chunk:
         """The chunk in this slot.
 
-        :raises StaleSlot: the slot belongs to somebody else now.
+        :raises StaleSlot: no chunk has this slot (any more).
         """
         chunk = self._get(slot)
         if chunk is None:
@@ -385,11 +384,11 @@ class Store:
         return chunk if chunk is not None and chunk.slot == slot else None
 
     def unfinished(self, slots: Iterable[Slot]) -> list[Chunk]:
-        """The chunks in those of these slots that somebody may still write; the others are sealed or gone."""
+        """The chunks in these slots that may still be written; the others are sealed or gone."""
         return [chunk for slot in slots if (chunk := self._get(slot)) is not None and chunk.state in WRITABLE]
 
     def _written(self, slot: Slot, session: int) -> Chunk:
-        chunk = self._get(slot) or self.at(slot)  # which says what is wrong
+        chunk = self._get(slot) or self.at(slot)  # `at` raises the error
         if chunk.reservation.writers[chunk.shard] != session or chunk.state not in WRITABLE:
             raise StaleSlot(f"{chunk!r} is not this writer's to fill")
         return chunk
@@ -397,7 +396,7 @@ class Store:
     # ---- pinning and deleting ---------------------------------------------------------------
 
     def pin(self, keys: Iterable[bytes], shards: int, *, pinned: bool, arenas: Sequence[int] = ()) -> int:
-        """Pin or unpin sealed chunks (counted); returns how many keys were there."""
+        """Pin or unpin sealed chunks (counted); return how many keys were there."""
         count = 0
         for key in keys:
             for chunks in self.find([key], shards, arenas):
@@ -406,16 +405,15 @@ class Store:
         return count
 
     def pin_chunks(self, chunks: Iterable[Chunk], *, pinned: bool) -> None:
-        """Pin or unpin these, which are sealed (counted)."""
+        """Pin or unpin these sealed chunks (counted)."""
         for chunk in chunks:
             self.index.pin(chunk, 1 if pinned else -1)
             order = self.pools[chunk.slot.arena].order
             (order.insert if chunk.is_evictable else order.hold)(chunk)
 
     def delete(self, keys: Iterable[bytes], why: Cause = Cause.DELETED) -> int:
-        """Forget sealed chunks in every shard, pinned or not; leased ones are freed with their last lease.
-
-        What a copy brings here is aborted: it would be found again afterwards.
+        """Delete sealed chunks in every shard, pinned or not; leased ones are freed with their last lease. Return how
+        many keys had one. Loads of these keys are aborted, or the chunks would reappear.
         """
         count = 0
         for key in keys:
@@ -428,7 +426,7 @@ class Store:
         return count
 
     def drop_tails(self, transfer: str) -> None:
-        """Forget what was sealed for this transfer alone; what is being read is freed with its last lease."""
+        """Drop tails that were sealed for this transfer alone; those being read are freed with their last lease."""
         for chunk in self.index.transfers.of(transfer):
             if chunk.state is State.SEALED:
                 if chunk.is_for_one:
@@ -439,12 +437,12 @@ class Store:
     # ---- time and sessions ------------------------------------------------------------------
 
     def expire(self) -> list[Chunk]:
-        """End leases and reservations whose deadline is over; returns the chunks that were aborted."""
+        """Drop expired chunks; end leases and reservations whose deadline has passed; return the aborted chunks."""
         now = self._clock()
         for pool in self.pools:
             pool.order.tick()
             for chunk in pool.order.overdue():
-                if chunk.state is not State.SEALED:  # it was deleted, and is still read
+                if chunk.state is not State.SEALED:  # deleted, but still being read
                     continue
                 self.counters["chunks_expired"] += 1
                 pool.drop(chunk, Cause.EXPIRED)
@@ -458,7 +456,7 @@ class Store:
         return late
 
     def end_session(self, session: int) -> list[Chunk]:
-        """The process is gone for good: its leases end, what it wrote is free, what it owned is aborted."""
+        """A process is gone for good: end its leases, free what it was writing, abort what it owned."""
         for number in list(self._leases_of.get(session, ())):
             self.release(number, session)
         written = self.index.writers.of(session)
@@ -482,9 +480,9 @@ class Store:
         return len(self._leases)
 
     def holders(self) -> tuple[Counter[int], Counter[str]]:
-        """Who keeps about how many bytes from being evicted: leased ones by session, and those that are being filled by
-        their origin or transfer. What two leases keep counts twice. Costs a look at each session, owner and transfer,
-        and not at their leases and chunks."""
+        """Approximate bytes kept from eviction: leased bytes by session, and bytes being filled by origin or transfer.
+        A chunk with two leases counts twice. The cost depends on the number of sessions, owners and transfers, not of
+        leases and chunks."""
         filled: Counter[str] = Counter()
         for _, first, count in self.index.owners.sizes():
             filled[first.reservation.origin.name] += count * first.room_bytes

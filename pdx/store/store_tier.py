@@ -1,8 +1,7 @@
-"""What tiers that keep chunks outside of memory have in common, whatever they keep them in.
+"""The common base of tiers that keep chunks outside memory: disks and remote stores.
 
-Jobs and their threads, what was deleted meanwhile, whether the store answers, what is left out, warnings and counters
-are here. `pdx.store.disk.tier` has an index, a cap and files; `pdx.store.remote.tier` asks a store that several nodes
-share.
+It has the jobs and their threads, deletions during jobs, the store's health, warnings and counters.
+`pdx.store.disk.tier` adds an index, a cap and files; `pdx.store.remote.tier` asks a store that several nodes share.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from pdx.telemetry.faults import Faults
 
 log = logging.getLogger("pdx.node")
 
-MAX_FORGOTTEN = 1 << 16  # keys; of what was admitted before those, any may have been deleted
-RECODED_AT_ONCE = 4  # chunks: what is stored and loaded meanwhile has threads, too
-OF_STORES = ("full", "read_only", "denied")  # errors of what is to be stored, where what is there can be loaded
-Pair = tuple[bytes, bytes]  # the key of a chunk, and the one that it has afterwards
+MAX_FORGOTTEN = 1 << 16  # deleted keys that are remembered
+RECODED_AT_ONCE = 4  # chunks, so that stores and loads get threads, too
+OF_STORES = ("full", "read_only", "denied")  # errors of stores that say nothing about loads
+Pair = tuple[bytes, bytes]  # a chunk's key before and after recoding
 OnChunk = Callable[[bytes, TierError | None], None]
 
 
 class Work(msgspec.Struct, eq=False):
-    """For a thread: a job, or a call of the tier's own with what follows it on the control loop. The thread sets
+    """Work for a thread: a job, or a call of the tier's own and its continuation on the control loop. The thread sets
     `error`, `result` and `seen_at`."""
 
     job: Job | None = None
@@ -47,19 +46,19 @@ class Work(msgspec.Struct, eq=False):
     result: Any = None
     is_cancelled: bool = False
     error: TierError | None = None
-    seen_at: float = 0.0  # when the last call of the system came back, by the tier's clock
-    is_silent: bool = False  # that was long ago, as the control loop knows
+    seen_at: float = 0.0  # when its last system call returned, by the tier's clock
+    is_silent: bool = False  # the control loop has noticed that this was long ago
 
     @property
     def part(self) -> Part:
-        """What the job is about."""
+        """The job's first part."""
         assert self.job is not None
         return self.job.parts[0]
 
 
 class WorkQueue(msgspec.Struct, eq=False):
-    """What waits for a thread, and how many may be at it. `first`: goes before the rest, and is done by a tier that
-    closes, too."""
+    """Work that waits for a thread; at most `limit` threads do it at once. `first` goes before `rest`, and is done even
+    while the tier closes."""
 
     limit: int
     first: deque[Work] = msgspec.field(default_factory=deque)
@@ -68,16 +67,16 @@ class WorkQueue(msgspec.Struct, eq=False):
 
 
 class Threads:
-    """Owned by the control loop, whose methods never wait but `close`."""
+    """A tier's threads. Owned by the control loop; no method waits except `close`."""
 
     def __init__(self, name: str, count: int, owner: StoreTier, queues: Sequence[WorkQueue]) -> None:
-        """So many threads for these queues, the first of which goes first."""
+        """Start `count` threads for these queues; earlier queues go first."""
         self._owner = owner
         self._queues = queues
         self._condition = threading.Condition()  # guards the queues
         self._at_work: list[tuple[WorkQueue, Work] | None] = [None] * count
         self.is_closing = False
-        self.has_silent = False  # there may be work that was found silent
+        self.has_silent = False  # whether there may be silent work
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"pdx-{name}-{number}", daemon=True)
             for number in range(count)
@@ -86,7 +85,7 @@ class Threads:
             thread.start()
 
     def give(self, work: Work, queue: WorkQueue, *, is_first: bool = False) -> None:
-        """Have this done; of a tier that is closed, it ends at once."""
+        """Enqueue work; if the tier is closed, the work ends at once with an error."""
         if self.is_closing:
             self._drop([work])
             return
@@ -95,7 +94,7 @@ class Threads:
             self._condition.notify()
 
     def take_back(self, *queues: WorkQueue) -> list[Work]:
-        """What no thread has begun of these, and never will, but for what goes first."""
+        """Remove and return the work in these queues that no thread has begun, except what goes first."""
         with self._condition:
             works = [work for queue in queues for work in queue.rest]
             for queue in queues:
@@ -103,27 +102,27 @@ class Threads:
         return works
 
     def silent(self, before: float) -> list[Work]:
-        """What threads are at whose last call has not come back since `before`, each once."""
+        """Running work whose last system call has not returned since `before`; each is returned once."""
         found = [at[1] for at in self._at_work if at is not None and at[1].seen_at < before and not at[1].is_silent]
         for work in found:
             work.is_silent = self.has_silent = True
         return found
 
     def takes(self, queue: WorkQueue) -> bool:
-        """Whether a thread may come to what is given there: not all that may wait for calls that were found silent."""
+        """Whether a thread can get to new work in this queue: not all its threads wait for silent calls."""
         silent = [at[0] for at in self._at_work if at is not None and at[1].is_silent]
         self.has_silent = bool(silent)
         return silent.count(queue) < queue.limit
 
     def has_room(self, queue: WorkQueue) -> bool:
-        """Whether a thread would begin at once what is given there."""
+        """Whether a thread would begin new work in this queue at once."""
         return queue.running + len(queue.rest) < queue.limit
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End all but what goes first, and wait; whether all threads have ended."""
+        """Drop all work but what goes first, and wait for the threads; return whether all have ended."""
         with self._condition:
             self.is_closing = True
-            left = self.take_back(*self._queues)  # before a thread may begin any of it
+            left = self.take_back(*self._queues)  # before a thread can begin any of it
             self._condition.notify_all()
         self._drop(left)
         end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -150,9 +149,9 @@ class Threads:
             self._at_work[number] = at
             try:
                 self._owner.perform(work)
-            except TierError as error:  # a traceback would keep the arena's memory mapped
+            except TierError as error:  # copied, because its traceback would keep the arena's memory mapped
                 work.error = TierError(str(error), error.kind, is_left=error.is_left)
-            except Exception as error:  # the thread's root: a job must end, and the thread must not
+            except Exception as error:  # the thread's root: the job must end, but not the thread
                 log.exception("a thread of a tier failed")
                 work.error = TierError(f"{type(error).__name__}: {error}", "failed")
             self._at_work[number] = None
@@ -160,7 +159,7 @@ class Threads:
                 queue.running -= 1
                 self._condition.notify()
             self._owner.env.mailbox.post(partial(self._owner.performed, work))
-            del at, work  # what it is about may be closed while this thread waits
+            del at, work  # so that a waiting thread keeps nothing alive
 
     def _next(self) -> tuple[WorkQueue, Work] | None:
         with self._condition:
@@ -177,35 +176,35 @@ class Threads:
 
 
 class Forgotten:
-    """Which keys were deleted, and at which moment: what was begun before may not bring them back."""
+    """Which keys were deleted, and when: work begun before that must not bring them back."""
 
     def __init__(self) -> None:
         self._moments = itertools.count(1)
         self._keys: OrderedDict[bytes, int] = OrderedDict()
-        self._before = 0  # any may have been deleted before
-        self.last = 0  # when one was
+        self._before = 0  # up to this moment any key may have been deleted
+        self.last = 0  # when a key was last deleted
 
     def moment(self) -> int:
-        """One that no other event has."""
+        """A new, unique moment."""
         return next(self._moments)
 
     def note(self, key: bytes) -> None:
-        """This is deleted."""
+        """Record that a key is deleted."""
         self._keys[key] = self.last = self.moment()
         self._keys.move_to_end(key)
         if len(self._keys) > MAX_FORGOTTEN:
             _, self._before = self._keys.popitem(last=False)
 
     def since(self, key: bytes, moment: int) -> bool:
-        """Whether it was deleted after that moment, as far as is known."""
+        """Whether the key was, or may have been, deleted after that moment."""
         return max(self._keys.get(key, 0), self._before) > moment
 
 
 def check_recoding(pairs: Sequence[Pair], codec: str) -> None:
-    """Whether these may be stored so: what loses something has other keys, and what loses nothing has the same.
+    """Check that a lossy codec changes each key, and that a lossless one or none keeps it.
 
     :raises CodecError: there is no such codec.
-    :raises TierError: the keys are not right for it.
+    :raises TierError: the keys do not fit the codec.
     """
     if codec != NONE:
         codec_of(codec)
@@ -216,8 +215,8 @@ def check_recoding(pairs: Sequence[Pair], codec: str) -> None:
 
 
 class Recoding:
-    """Owned by the control loop. `done` and `failed` of `total` chunks are over; `is_over`: all that will be. Threads
-    look at `is_cancelled`: they are to end soon, and leave a chunk as it was before, or as it was to be."""
+    """The recoding of some chunks. Owned by the control loop. Of `total` chunks, `done` and `failed` are over. Threads
+    poll `is_cancelled`, and then end soon; they leave a chunk either as it was or fully recoded."""
 
     def __init__(
         self,
@@ -227,7 +226,7 @@ class Recoding:
         tier: StoreTier,
         on_chunk: OnChunk,
     ) -> None:
-        """`on_chunk` is told of each that is over, by the key that it had."""
+        """`on_chunk` is called for each chunk that is over, with its old key."""
         self.codec = codec
         self.shards = shards
         self.total = len(pairs)
@@ -242,11 +241,11 @@ class Recoding:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is under way, nor will be."""
+        """Whether all chunks are over."""
         return not self._left and not self._under_way
 
     def go_on(self) -> None:
-        """Begin what may be begun now."""
+        """Begin as many chunks as may be in flight."""
         if self._is_filling:
             return
         self._is_filling = True
@@ -256,7 +255,7 @@ class Recoding:
         self._is_filling = False
 
     def ended(self, key: bytes, error: TierError | None) -> None:
-        """The chunk that had this key is stored as was asked, or as before."""
+        """The chunk with this old key is over: recoded, or with an error and as before."""
         self._under_way -= 1
         self.done += error is None
         if error is not None:
@@ -265,7 +264,7 @@ class Recoding:
         self.go_on()
 
     def cancel(self) -> None:
-        """Begin no more, and end those that were begun soon."""
+        """Begin no more chunks, and end those in flight soon."""
         self.is_cancelled = True
         left, self._left = self._left, deque()
         for key, _ in left:
@@ -274,23 +273,22 @@ class Recoding:
 
 
 class StoreTier(Tier):
-    """See `Tier`. Methods are for the control loop, and none of them waits but `close`; `perform` is for threads."""
+    """See `Tier`. Methods are for the control loop, and none waits except `close`; `perform` is for threads."""
 
     is_whole = True
     can_recode = True
     max_inflight_bytes = 256 << 20
 
     def __init__(self, host: TierHost, codec: str, threads: int, queues: Sequence[WorkQueue]) -> None:
-        """`codec`: by which chunks are encoded whose requests ask for none of their own. So many threads for these
-        queues, see `Threads`."""
+        """`codec`: encodes chunks whose requests ask for none of their own. `threads`, `queues`: see `Threads`."""
         self.env = host.env
         self._host = host
         self._codec = codec
         self._health = Health(host.env)
-        self._faults = Faults(host.env.counters, host.env.clock, log=log)  # its own: another tier's keep none quiet
+        self._faults = Faults(host.env.counters, host.env.clock, log=log)  # of this tier: others do not suppress them
         self._forgotten = Forgotten()
-        self._admitted: dict[int, int] = {}  # copies, and at which moment
-        self._works: dict[int, dict[Work, None]] = {}  # under way, by copy; 0: the tier's own
+        self._admitted: dict[int, int] = {}  # copy number -> moment of admission
+        self._works: dict[int, dict[Work, None]] = {}  # in flight, by copy number; 0: the tier's own
         self._threads = Threads(self.kind, threads, self, queues)
 
     @property
@@ -321,9 +319,9 @@ class StoreTier(Tier):
         self._give(Work(call=call, then=then), queue, is_first=is_first)
 
     def perform(self, work: Any) -> None:
-        """Do this; on a thread.
+        """Do the work; on a thread.
 
-        :raises TierError: it could not be done.
+        :raises TierError: it failed.
         """
         if work.job is None:
             work.result = work.call(work)
@@ -341,7 +339,7 @@ class StoreTier(Tier):
         """Do a store; on a thread."""
 
     def performed(self, work: Any) -> None:
-        """This is over; on the control loop."""
+        """A thread is done with the work; on the control loop."""
         number = work.job.number if work.job is not None else 0
         of_copy = self._works[number]
         del of_copy[work]
@@ -357,7 +355,7 @@ class StoreTier(Tier):
 
     @abstractmethod
     def _over(self, work: Any, job: Job) -> None:
-        """What became of a job."""
+        """Handle the end of a job."""
 
     def recode(self, pairs: Sequence[Pair], codec: str, shards: int, on_chunk: OnChunk) -> Recoding:
         check_recoding(pairs, codec)
@@ -367,19 +365,19 @@ class StoreTier(Tier):
 
     @abstractmethod
     def recode_one(self, pair: Pair, recoding: Recoding) -> None:
-        """Begin one chunk; `recoding.ended` is to be called when that is over, or at once."""
+        """Begin one chunk; call `recoding.ended` when it is over, or at once."""
 
     def _end(self, job: Job, error: TierError | None = None) -> None:
-        """A job that no thread was given is over, soon."""
+        """End a job, soon, that was not given to a thread."""
         self.env.mailbox.post(partial(self._host.done, self, job, error))
 
-    # ---- what is said -----------------------------------------------------------------------
+    # ---- counters and warnings --------------------------------------------------------------
 
     def _count(self, what: str, count: int = 1) -> None:
         self.env.counters[f"{self.kind}_{what}"] += count
 
     def _warn(self, error: TierError, then: str = "") -> None:
-        """Something has failed; `then`: what follows from it."""
+        """Count and log a failure; `then`: its consequence."""
         self._count(error.kind)
         self.tally.errors += 1
         text = f"the {self.kind} tier: {error}{then and '; '}{then}"

@@ -1,8 +1,8 @@
-"""What is stored in the tiers beside and below the arenas, and when.
+"""Which chunks are stored in the tiers beside and below the arenas, and when.
 
-A chunk that is sealed in an arena of a GPU is copied to the node's first arena, and what is sealed there is stored in
-the tiers below it, as long as each keeps up: at once, or when a second request has found it or computed it again, or
-when it is among the next that will be evicted. No sockets, no threads, no I/O here.
+A chunk sealed in a GPU's arena is copied to the node's first arena, and a chunk sealed there is stored in the tiers
+below, as long as each keeps up: at once, or when a second request has found it or computed it again, or when it is
+about to be evicted. No sockets, no threads, no I/O here.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pdx.telemetry.env import Env
 if TYPE_CHECKING:
     from pdx.store.tiers import Tiers
 
-BACKLOG_SHARE = 0.25  # of the arenas of chunks: so many of their bytes may be held because they wait for one tier
-MAX_WAITING = 1 << 16  # chunks that may wait before that, held by nobody
-MAX_LOOKS = 512  # at chunks of one arena that will be evicted next, each time
+BACKLOG_SHARE = 0.25  # of the bytes of the chunks' arenas, that may be held by chunks waiting for one tier
+MAX_WAITING = 1 << 16  # keys that may wait before that without being held
+MAX_LOOKS = 512  # chunks per arena and call that are checked in order of eviction
 
 
 class Storing:
-    """Gives the tiers of a node what they are to keep. Owned by the control loop."""
+    """Gives the tiers of a node their chunks to store. Owned by the control loop."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class Storing:
         window: float,
         store_s: float,
     ) -> None:
-        """`spills`: whether the first arena is there for what is sealed in others. `choice`: `all` chunks are stored;
-        below the arenas, those that a request has found, or that are sealed again after they left memory, as far as the
-        store's history goes back (`twice-seen`); or (`write-back`) those that will be evicted next, so that `window` of
-        each arena is always free or stored. A store that takes longer than `store_s` is given up.
+        """`spills`: whether the first arena takes chunks sealed in others. `choice`: `all` chunks are stored;
+        `twice-seen`: below the arenas only those that a request has found, or that are sealed again after they left
+        memory, as far as the store's history goes back; `write-back`: those that will be evicted next, so that `window`
+        of each arena is always free or stored. `store_s`: the time limit of a store.
         """
         self._tiers = tiers
         self.spills = spills
@@ -60,19 +60,19 @@ class Storing:
         self._store_s = store_s
         self._counters = env.counters
         self._clock = env.clock
-        self._evicted = -1  # chunks, when the windows were last looked at
-        self._again: OrderedDict[bytes, None] = OrderedDict()  # keys that a tier had, and are not stored there any more
-        # (where to, shards, arenas) -> keys that are to be stored; it holds none of them
+        self._evicted = -1  # the counter of evictions at the last `look_ahead`
+        self._again: OrderedDict[bytes, None] = OrderedDict()  # keys in memory that a tier below has removed
+        # (tier, shards, arenas) -> keys that wait to be stored; their chunks are not held
         self._sealed: OrderedDict[tuple[Tier, int, tuple[int, ...]], OrderedDict[bytes, None]] = OrderedDict()
 
     def changed(self, chunks: Iterable[Chunk]) -> None:
-        """Slices of these chunks were filled, or they are whole, or never will be."""
+        """These chunks have changed: slices were filled, or they were sealed or aborted."""
         for chunk in chunks:
             if chunk.state is State.SEALED and not chunk.tail and self._choice != "write-back":
                 self.give(chunk, self._next(chunk))
 
     def found_by_request(self, chunks: Iterable[Chunk]) -> dict[Chunk, Origin]:
-        """A request has found these. Where those came from that it is the first for, or that are filled yet."""
+        """A request has hit these chunks; return the origins of those hit for the first time, or still being filled."""
         new: dict[Chunk, Origin] = {}
         for chunk in chunks:
             if chunk.state is not State.SEALED:
@@ -93,10 +93,10 @@ class Storing:
         return new
 
     def removed(self, keys: Iterable[bytes]) -> None:
-        """A tier below has these no more: those that memory has are stored there again before they leave it.
+        """A tier below no longer has these keys: store those in memory there again before they are evicted.
 
-        Of each once, until a request finds it: else a tier that is smaller than the window would be written to all the
-        time, each chunk in place of the next.
+        Each only once, until a request finds it: otherwise a tier smaller than the window would be rewritten all the
+        time, each chunk in place of another.
         """
         for key in keys:
             for chunk in self._store.index.of(key):
@@ -108,34 +108,34 @@ class Storing:
             self._again.popitem(last=False)
 
     def give(self, chunk: Chunk, where: Iterable[Tier]) -> None:
-        """Store this key there as soon as they take it."""
+        """Enqueue a chunk for these tiers, to be stored as soon as they take it."""
         for tier in where:
             chunk.is_stored = True
             name = tier, len(chunk.reservation.writers), tuple(chunk.reservation.arenas)
             self._sealed.setdefault(name, OrderedDict())[chunk.key] = None
 
     def _next(self, chunk: Chunk) -> Sequence[Tier]:
-        """Where a sealed chunk is stored."""
-        if self._choice == "twice-seen" and not any(chunk.reservation.arenas):  # that choice is for tiers below
+        """The tiers in which a chunk just sealed is stored."""
+        if self._choice == "twice-seen" and not any(chunk.reservation.arenas):  # that choice concerns tiers below only
             return self.below(chunk) if self._store.history.is_missed(chunk.key) else []
         return self.below(chunk)
 
     def below(self, chunk: Chunk) -> list[Tier]:
-        """The tiers that this chunk may leave its arena for."""
+        """The tiers that may store this chunk when it leaves its arena."""
         if any(chunk.reservation.arenas):
             return [self._tiers.arenas] if self._tiers.arenas is not None and self.spills else []
         tiers: list[Tier] = []
         for level in self._tiers.below:
             tier = level[chunk.key[-1] % len(level)]
             if not (tier.is_shared and chunk.is_named):
-                tiers.append(tier)  # noqa: PERF401 - once for each chunk: a call fewer
+                tiers.append(tier)  # noqa: PERF401 - called for each chunk: saves a call
         return tiers
 
     def turn(self) -> None:
-        """Store what is to be stored, as far as the tiers keep up. To be called after each turn of the control loop."""
+        """Start pending stores as far as the tiers keep up. To be called after each turn of the control loop."""
         if self._evicted != self._store.counters["evicted"]:
             self.look_ahead()
-        full: set[Tier] = set()  # what waits for room there is not overtaken by others
+        full: set[Tier] = set()  # tiers with keys that wait for room, not to be overtaken
         for name in list(self._sealed):
             keys, (tier, shards, arenas) = self._sealed[name], name
             if keys and tier.takes_stores and tier not in full:
@@ -146,7 +146,7 @@ class Storing:
                 self._drop(tier, keys.popitem(last=False)[0])
 
     def look_ahead(self) -> None:
-        """Store what will be evicted next. To be called a few times a second; after evictions `turn` does."""
+        """Store chunks that will be evicted next. To be called a few times a second; `turn` does so after evictions."""
         self._evicted = self._store.counters["evicted"]
         while self._again and not self._store.index.of(key := next(iter(self._again))):
             del self._again[key]
@@ -160,7 +160,7 @@ class Storing:
                         self.give(chunk, self._next(chunk))
 
     def _next_victims(self, pool: SlotPool) -> list[Chunk]:
-        """Those in the window of this arena that are not stored."""
+        """The chunks in this arena's window that are not stored."""
         found = []
         left = self._window * pool.total_bytes - pool.free_bytes
         for chunk in itertools.islice(pool.order.peek(), MAX_LOOKS):
@@ -172,7 +172,7 @@ class Storing:
         return found
 
     def why_not(self, gone: Gone | None) -> str:
-        """Why what is gone from memory was never to be stored below; empty: it was, or nothing is known of it."""
+        """Why a chunk gone from memory was never given to the tiers below; empty if it was, or nothing is known."""
         if gone is None or gone.is_stored or not self._tiers.below:
             return ""
         why = {
@@ -182,7 +182,7 @@ class Storing:
         return f"not stored below, because {why.get(self._choice, 'it ended a prompt')}"
 
     def waits(self, tier: Tier, key: bytes) -> bool:
-        """Whether this is still to be stored there, as soon as the tier takes more."""
+        """Whether the key still waits to be stored in the tier."""
         for (where, _, _), keys in self._sealed.items():  # noqa: SIM110 - asked for each chunk that a request lacks
             if where is tier and key in keys:
                 return True
@@ -203,13 +203,13 @@ class Storing:
         while keys and held < most:
             key = next(iter(keys))
             chunks = self._store.index.known(key, shards, arenas)
-            nbytes, is_sealed = 0, True  # else the last shard brings it here again
+            nbytes, is_sealed = 0, True  # not sealed: its last shard will enqueue it again
             for chunk in chunks or ():
                 nbytes += chunk.slot.nbytes
                 is_sealed = is_sealed and chunk.state is State.SEALED
-            if chunks is None:  # it was evicted meanwhile
+            if chunks is None:  # evicted meanwhile
                 self._drop(tier, key)
-            elif held and held + nbytes > most:  # a chunk that is larger than that goes alone
+            elif held and held + nbytes > most:  # a chunk larger than the limit goes alone
                 break
             elif is_sealed:
                 wanted.append(key)
@@ -219,10 +219,10 @@ class Storing:
         if wanted:
             deadline = self._clock() + self._store_s
             self._copies.store(tier, wanted, shards, arenas=arenas, priority=Priority.STORE, deadline=deadline)
-            self._sealed.move_to_end((tier, shards, arenas))  # the others come first next time
+            self._sealed.move_to_end((tier, shards, arenas))  # the others go first next time
 
     def bring(self, keys: Sequence[bytes], shards: int, arenas: Sequence[int], transfer: str | None) -> None:
-        """Copy these chunks to the first arena, where peers are written from, slice by slice while they are filled."""
+        """Copy these chunks to the first arena, from which peers are written, slice by slice while they are filled."""
         if arenas and self._tiers.arenas is not None:
             deadline = self._clock() + self._store_s
             self._copies.store(

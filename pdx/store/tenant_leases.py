@@ -1,4 +1,4 @@
-"""Chunks that tenants keep from being evicted until a time, within a budget for each."""
+"""Tenants' leases: they keep chunks from eviction until a deadline, within a budget per tenant."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pdx.store.slot_pool import SlotPool
 
 
 class TenantLeases:
-    """Who keeps how much of which arena. Owned by the control loop; each call costs what it names.
+    """The leases of all tenants. Owned by the control loop; a call costs what it names.
 
-    A tenant is the digest of a cache salt; all requests without one are the same tenant. Of each arena the leases of
-    one tenant keep at most `share`, those of all tenants at most `kept_share`, and together with pins at most so much
-    of all arenas. A chunk counts from when it is leased, filled or not, until its lease ends or it is gone. A lease
-    ends by its time or by `end`, whatever becomes of the process that asked for it.
+    A tenant is the digest of a cache salt; all requests without one are the same tenant. The leases of one tenant keep
+    at most `share` of each arena, those of all tenants at most `kept_share`, and together with pins at most that share
+    of all arenas. A chunk counts from the moment it is leased, filled or not, until its lease ends or it is gone. A
+    lease ends at its deadline or by `end`, whatever becomes of the process that asked for it.
     """
 
     def __init__(self, pools: Sequence[SlotPool], index: Index, *, share: float, kept_share: float) -> None:
@@ -32,16 +32,16 @@ class TenantLeases:
         index.on_lost_lease = self._forget
 
     def nbytes(self, tenant: bytes, arena: int = 0) -> int:
-        """What a tenant's leases keep of an arena."""
+        """Bytes of an arena that a tenant's leases keep."""
         return self._of_tenant.get((tenant, arena), 0)
 
     def total_bytes(self, arena: int = 0) -> int:
-        """What all tenants' leases keep of an arena."""
+        """Bytes of an arena that all tenants' leases keep."""
         return self._of_all[arena]
 
     def lease(self, tenant: bytes, runs: Sequence[Sequence[Chunk]], until: float) -> int:
-        """These chunks, filled or still being filled, stay until then at least: the leading ones that the budgets hold,
-        as long as nobody else has leased them; how many of `runs`, each of all shards of one key."""
+        """Lease these chunks, filled or being filled, at least until then. Each of `runs` has all shards of one key;
+        the first one that exceeds a budget or is leased by another tenant ends it. Return how many are leased."""
         for count, chunks in enumerate(runs):
             if not self._fits([chunk for chunk in chunks if not chunk.keep.leased_until], tenant):
                 return count
@@ -78,22 +78,22 @@ class TenantLeases:
         self._ends.add((chunk,), until)
 
     def end(self, tenant: bytes, chunks: Iterable[Chunk]) -> int:
-        """The tenant keeps these no more; of how many it had a lease."""
+        """End the tenant's leases of these chunks; return how many it had."""
         return self._end([chunk for chunk in chunks if chunk.keep.leased_until and chunk.keep.lessee == tenant])
 
     def expire(self, now: float) -> int:
-        """End those whose time is over; how many."""
+        """End leases whose deadline has passed; return how many."""
         return self._end([chunk for chunk in self._ends.take(now) if chunk.keep.leased_until])
 
     def _end(self, chunks: Sequence[Chunk]) -> int:
-        for chunk in reversed(chunks):  # the end of the prompt becomes the older one
+        for chunk in reversed(chunks):  # the end of the prompt counts as older
             self._forget(chunk)
             if chunk.is_evictable:
                 self._pools[chunk.slot.arena].order.insert(chunk)
         return len(chunks)
 
     def _forget(self, chunk: Chunk) -> None:
-        """The lease on this chunk is over; the chunk itself may be, too."""
+        """Remove the lease on a chunk; the chunk itself may be gone, too."""
         arena, tenant = chunk.slot.arena, chunk.keep.lessee
         self._ends.discard(chunk, chunk.keep.leased_until)
         self._of_tenant[tenant, arena] -= chunk.room_bytes

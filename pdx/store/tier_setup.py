@@ -1,11 +1,11 @@
-"""The tiers below a node's arena, as its settings name them. Ours are disks, Redis and S3; anybody else's come by an
-entry point of the group `pdx.tiers`, whose name is the scheme of the address that `--remote` has.
+"""Opens the tiers below a node's arena from its settings. Disks, Redis and S3 are built in; others are entry points in
+the group `pdx.tiers`, named like the scheme of the `--remote` address.
 
     [project.entry-points."pdx.tiers"]
     mine = "mypackage.mymodule:make"
 
-`make(host, settings)` returns a `pdx.store.tier.Tier`: one of its own, or `RemoteTier(host, backend, settings.codec)`
-over a `pdx.store.remote.backend.Backend` of its own. Its conformance suite is `pdx.testing.tier_conformance`.
+`make(host, settings)` returns a `pdx.store.tier.Tier`: its own, or `RemoteTier(host, backend, settings.codec)` with its
+own `pdx.store.remote.backend.Backend`. The conformance suite is `pdx.testing.tier_conformance`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ GROUP = "pdx.tiers"
 
 
 def open_below(config: NodeConfig, host: TierHost) -> list[list[Tier]]:
-    """The levels below the first arena, the fastest first.
+    """Open the levels below the first arena, the fastest first.
 
-    :raises ConfigError: a folder cannot be this node's alone, or an address, file or policy is not what it should be.
+    :raises ConfigError: a folder cannot be this node's alone, or an address, file or policy is invalid.
     """
     levels: list[list[Tier]] = []
     by_name.find(config.disk_policy, option="--disk-policy")
@@ -41,7 +41,7 @@ def open_below(config: NodeConfig, host: TierHost) -> list[list[Tier]]:
                 f"{option} {value} keeps chunks of host memory, and this node has none for them; give it "
                 f"--arena 8GiB beside --gpu"
             )
-    with ExitStack() as undo:  # where one cannot be opened, no folder stays this node's
+    with ExitStack() as undo:  # if one cannot be opened, release the folders
         disks: list[DiskTier] = []
         for folder, name in zip(config.disks, disk_names(config), strict=True):
             disk = DiskTier(
@@ -75,9 +75,9 @@ def open_below(config: NodeConfig, host: TierHost) -> list[list[Tier]]:
 
 
 def open_remote(host: TierHost, settings: RemoteSettings) -> Tier:
-    """The tier of this address.
+    """Open the tier of an address.
 
-    :raises ConfigError: there is none, or its package cannot be had.
+    :raises ConfigError: there is none, or its package cannot be imported.
     """
     scheme = urlsplit(settings.url).scheme
     point = next((point for point in entry_points(group=GROUP) if point.name == scheme), None)

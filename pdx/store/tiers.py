@@ -1,10 +1,10 @@
-"""What the arenas of a node have beside and below them, and where missing chunks come from.
+"""A node's tiers other than peers, and where missing chunks are loaded from.
 
 A chunk that is missing where a session wants it comes from another arena, or from the first tier below that has it.
 What is stored there, and when, is in `pdx.store.storing`. No sockets, no threads, no I/O here.
 
-The tiers below are levels, the fastest first. A level has one tier, or several alike, as disks, each of which has its
-part of the chunks.
+The tiers below are grouped into levels, the fastest first. A level has one tier, or several of a kind, such as disks,
+each of which has its part of the chunks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from pdx.store.tier import Hit, Job, Tier, TierHost
 from pdx.telemetry.env import Env
 from pdx.wire.status import TierStatus
 
-ANSWER_SHARE = 0.1  # of the time of computing may pass until a tier has said whether it has something
-SOME = 64  # keys that a tier is asked for at once
-MAX_NAMED = 1 << 17  # chunks whose blocks are known when memory has them no more: about 64 MB
+ANSWER_SHARE = 0.1  # of the time of computing, to wait until a tier has said whether it has a chunk
+SOME = 64  # keys per lookup in a tier
+MAX_NAMED = 1 << 17  # chunks whose blocks are remembered after they left memory: about 64 MB
 
 
 class Tiers(TierHost):
-    """The tiers of a node but its peers, and what runs them. Owned by the control loop."""
+    """The tiers of a node except its peers, and their host. Owned by the control loop."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Tiers(TierHost):
         load_s: float,
     ) -> None:
         """`memory`: the arenas. `arenas`: the tier that copies between them, if there are several. `below`: the levels
-        below the first arena. `spills`, `choice`, `window`: see `Storing`. A store or load that takes longer than
-        `store_s` or `load_s` is given up.
+        below the first arena. `spills`, `choice`, `window`: see `Storing`. `store_s`, `load_s`: time limits of a store
+        and a load.
         """
         self.env = env
         self.memory = memory
@@ -83,12 +83,12 @@ class Tiers(TierHost):
         self._load_s = load_s
         self._counters = env.counters
         self._clock = env.clock
-        self._named = Siblings()  # chunks that were stored, or loaded, and may still be in a tier
-        self._chunk_bytes = 0  # of all shards of the last chunk that was found below
-        self._probed_at: dict[Tier, float] = {}  # by tier: when a chunk was loaded to see how fast it is …
-        self._waited_at: dict[Tier, float] = {}  # … and when its answer was waited for, so that there is one to load
+        self._named = Siblings()  # chunks that were given to a tier, and may still be in one
+        self._chunk_bytes = 0  # of the chunk last found below, all shards
+        self._probed_at: dict[Tier, float] = {}  # when a chunk was last loaded to measure the tier …
+        self._waited_at: dict[Tier, float] = {}  # … and when a request last waited for its answer
 
-    # ---- what tiers tell --------------------------------------------------------------------
+    # ---- reports of tiers -------------------------------------------------------------------
 
     def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
         self._copies.done(tier, job, error)
@@ -102,10 +102,10 @@ class Tiers(TierHost):
     def is_used(self, key: bytes) -> bool:
         return any(chunk.is_found for chunk in self._store.index.of(key))
 
-    # ---- what requests that wait will use ---------------------------------------------------
+    # ---- what queued requests will use ------------------------------------------------------
 
     def want(self, keys: Sequence[bytes], number: int) -> None:
-        """`Store.want`, of tiers, too: they spare what is wanted."""
+        """Like `Store.want`, but for tiers, too, which evict wanted chunks last."""
         self._store.want(keys, number)
         self._refresh(keys)
 
@@ -122,30 +122,30 @@ class Tiers(TierHost):
     def may_come(
         self, wanted: Wanted, hits: int, *, transfer: str | None = None, computing: Computing = UNKNOWN
     ) -> float:
-        """For how many seconds to wait for what is missing behind the first `hits` keys: it is on its way to their
-        arenas, or is from now on, or a tier is being asked for it. 0: nothing comes; infinity: until it is known.
+        """Start copying the keys missing after the first `hits` to their arenas, or ask tiers for them; return for how
+        many seconds to wait. 0: nothing comes; infinity: chunks are on their way, or until a tier has answered.
 
-        `computing` takes that long: what would take longer to load is not loaded.
-        The chunks that are hit stay where they are while room is found for the others. A tier that has brought nothing
-        in time is left alone for a while: who waits for its chunks computes them sooner. Of a transfer also what is
-        still being filled elsewhere is copied, slice by slice.
+        `computing`: how long computing takes; chunks that would take longer to load are not loaded.
+        The hits are held while room is found for the others. A tier that has brought nothing in time is not used for a
+        while, because computing is faster. For a transfer, chunks still being filled in another arena are copied, too,
+        slice by slice.
         """
         missing, shards, arenas = wanted.keys[hits], wanted.shards, wanted.arenas
         if self._copies.is_filled_here(missing, shards, arenas):
             return math.inf
         if not self.below and not any(arenas):
-            return 0.0  # there is nowhere else
+            return 0.0  # there is no other place
         if any(arenas) and self.arenas is not None:
             is_of_use = transfer is not None or not wanted.is_whole or self._are_near(wanted, hits)
             with self._holding(wanted, hits):
                 if is_of_use and self._from_another_arena(self.arenas, wanted, hits, transfer):
                     return math.inf
             if self._copies.is_filled_here(missing, shards):
-                return math.inf  # on its way to the first arena, and then on
+                return math.inf  # on its way to the first arena, and from there to its own
         return self._from_below(wanted, hits, computing)
 
     def is_near(self, wanted: Wanted, key: bytes) -> bool:
-        """Whether another arena has this key, or a tier below that it may be loaded from, by what is known now."""
+        """Whether another arena has this key, or a tier below from which it may be loaded, as known now."""
         shards, arenas = wanted.shards, wanted.arenas
         if any(arenas) and self._store.index.anywhere(key, shards, arenas) is not None:
             return True
@@ -156,15 +156,15 @@ class Tiers(TierHost):
         return all(self.is_near(wanted, key) for key in wanted.keys[hits:])
 
     def name(self, chunk: Chunk) -> None:
-        """A tier has this chunk, or gets it: that it begins as a prompt does is known also when memory has it no
-        more."""
+        """Remember the blocks of a chunk that a tier has, or gets, so that partial hits are found after it has left
+        memory."""
         if chunk.blocks and not chunk.tail and chunk.key not in self._named:
             self._named.add(chunk.parent, chunk.blocks, chunk.key)
             if len(self._named) > MAX_NAMED:
                 self._named.discard(self._named.oldest)
 
     def parts(self, parent: bytes, blocks: bytes, shards: int) -> Iterator[tuple[bytes, int]]:
-        """Keys behind `parent` that begin with some of these blocks, and with how many, the most first: two at most, of
+        """Up to two keys after `parent` that share leading blocks with `blocks`, and how many, the most first, among
         those that a tier may have."""
         for key, count in self._named.like(parent, blocks):
             is_below = any(tier.find([key], shards) or self._hides(tier, key) for tier in self._all())
@@ -182,12 +182,12 @@ class Tiers(TierHost):
         return itertools.chain.from_iterable(self.below)
 
     def _hides(self, tier: Tier, key: bytes) -> bool:
-        """Whether a tier may have this key though it does not find it: others store there, or it does not work now."""
+        """Whether a tier may have a key that `find` does not return: it is shared, or does not work now."""
         return tier.is_shared or self._is_late(tier) or bool(tier.why_not(key))
 
     @contextlib.contextmanager
     def _holding(self, wanted: Wanted, hits: int) -> Iterator[None]:
-        """These hits stay where they are while room is found for others."""
+        """Hold the hits while room is found for the others."""
         found = self._store.find(wanted.keys[:hits], wanted.shards, wanted.arenas)
         held = [chunk for chunks in found for chunk in chunks]
         self._store.hold(held)
@@ -197,7 +197,8 @@ class Tiers(TierHost):
             self._store.unhold(held)
 
     def _from_another_arena(self, tier: Tier, wanted: Wanted, hits: int, transfer: str | None) -> bool:
-        """`tier`: that of the arenas. The keys that lie together with the first missing one go in one copy."""
+        """Copy the first missing key, and those after it in the same arenas, from another arena through `tier`; return
+        whether that key is on its way."""
         shards, is_filling = wanted.shards, transfer is not None
         lying = (
             (key, self._store.index.anywhere(key, shards, wanted.arenas, is_filling=is_filling))
@@ -241,20 +242,19 @@ class Tiers(TierHost):
         return patience_s
 
     def _has_room(self, found: Sequence[Hit], shards: int) -> bool:
-        """Whether all of these fit into the first arena, by their bytes."""
+        """Whether all of these fit into the first arena, judged by available bytes alone."""
         has_room = sum(round_up(held.nbytes) for _, _, held in found) * shards <= self._store.pools[0].available_bytes
         self._counters["loads_without_room"] += not has_room
         return has_room
 
     def _found(self, wanted: Wanted, hits: int, computing: Computing) -> tuple[list[Hit], float]:
-        """The leading ones of what is missing that tiers below have; and for how long to wait for a tier that is being
-        asked."""
+        """The leading missing keys that tiers below have, and the seconds to wait for a tier that is being asked."""
         keys, shards = wanted.keys[hits:], wanted.shards
         found: list[Hit] = []
         patience_s = 0.0
         while len(found) < len(keys):
             at = len(found)
-            some = keys[at : at + SOME]  # the next key may lie elsewhere: not all that are left are looked at each time
+            some = keys[at : at + SOME]  # not all the rest, because the next run may be in another tier
             for tier in self._who_may_have(keys[at], wanted.is_named):
                 held = tier.find(some, shards)
                 found += [(key, tier, size) for key, size in zip(some, held, strict=False)]
@@ -268,10 +268,9 @@ class Tiers(TierHost):
         return found, patience_s
 
     def prefetch(self, wanted: Wanted, hits: int, room_bytes: int) -> list[Copy]:
-        """Load the leading ones of what is missing that a tier below has, as far as `room_bytes` goes; nobody waits for
-        them yet.
+        """Load the leading missing keys that tiers below have, up to `room_bytes`, before a request waits for them.
 
-        A tier that must be asked is asked; `answered` is called when it has answered.
+        A tier that must be asked is asked; it calls `answered` when the answer is there.
         """
         found = self.loadable(wanted, hits, room_bytes)
         if wanted.is_whole and len(found) < len(wanted.keys) - hits:
@@ -280,8 +279,8 @@ class Tiers(TierHost):
         return self._copies.load(found, wanted, priority=Priority.PREFETCH, deadline=deadline)
 
     def loadable(self, wanted: Wanted, hits: int, room_bytes: float, computing: Computing = UNKNOWN) -> list[Hit]:
-        """The leading ones of what is missing that tiers below have, as far as `room_bytes` goes and loading them is
-        sooner than computing."""
+        """The leading missing keys that tiers below have, up to `room_bytes`, as far as loading is faster than
+        computing."""
         found: list[Hit] = []
         for each in self._found(wanted, hits, computing)[0]:
             room_bytes -= each[2].nbytes * wanted.shards
@@ -291,8 +290,8 @@ class Tiers(TierHost):
         return found[: self._paying(found, wanted.shards, computing)]
 
     def lift(self, wanted: Wanted, room_bytes: int) -> list[Copy]:
-        """Copy those of these that the first arena has to the arenas where they are wanted, as far as `room_bytes`
-        goes; nobody waits for them yet."""
+        """Copy the wanted keys that the first arena has to their own arenas, up to `room_bytes`, before a request waits
+        for them."""
         keys: list[bytes] = []
         for key in wanted.keys if self.arenas is not None else ():
             for chunks in self._store.find([key], wanted.shards):
@@ -312,11 +311,11 @@ class Tiers(TierHost):
         )
 
     def _patience(self, tier: Tier, key: bytes, count: int, computing: Computing) -> float:
-        """For how long to wait until a tier has said whether it has this key and those behind it, `count` in all.
+        """How many seconds to wait until a tier has said whether it has this key and those after it, `count` in all.
 
-        Most prompts are new, so that this wait is in vain; and what is found must be worth its load. Where that was not
-        so, one request waits now and then: of what nobody has waited for, nothing is known that could be loaded to see
-        whether the tier is faster now (`_probe`).
+        For new prompts, which most are, this wait is in vain; so a tier whose loads would not pay is not waited for.
+        From time to time one request still waits for such a tier: its answer finds a chunk to load as a probe of the
+        tier's rate (`_probe`).
         """
         if not computing.is_known:
             return math.inf
@@ -328,14 +327,14 @@ class Tiers(TierHost):
         return max(0.0, most_s - tier.asked_s(key)) if tier.answer_s <= most_s else 0.0
 
     def _in_time(self, found: Sequence[Hit], shards: int) -> int:
-        """How many leading ones of these the tiers bring within `load_s`, at the rates at which they do.
+        """The number of leading hits that the tiers can load within `load_s` at their measured rates.
 
-        A load of more would be given up with chunks half loaded, and would keep those behind it waiting for nothing.
+        A larger load would be given up half-way, and would delay the loads after it for nothing.
         """
         totals = _nbytes(found, shards)
         if all(self._load_takes(tier, total) <= self._load_s for tier, total in totals.items()):
             return len(found)
-        left: dict[Tier, int] = {}  # bytes until it is too many
+        left: dict[Tier, int] = {}  # bytes that each tier can still load in time
         for tier, total in totals.items():
             left[tier] = bisect_right(range(total + 1), self._load_s, key=partial(self._load_takes, tier))
         for at, (_, tier, held) in enumerate(found):
@@ -345,7 +344,7 @@ class Tiers(TierHost):
         return len(found)
 
     def _paying(self, found: Sequence[Hit], shards: int, computing: Computing) -> int:
-        """How many leading ones of these are loaded sooner than computed, by what was measured of the tiers."""
+        """The number of leading hits that load faster than they are computed, at the tiers' measured rates."""
         self._chunk_bytes = found[0][2].nbytes * shards if found else self._chunk_bytes
         if not computing.is_known:
             return len(found)
@@ -355,11 +354,11 @@ class Tiers(TierHost):
         return next((at for at, (_, tier, _) in enumerate(found) if tier in slow), len(found))
 
     def _load_takes(self, tier: Tier, nbytes: int) -> float:
-        """Seconds until so many bytes more would be loaded; 0: not known."""
+        """Seconds until a new load of so many bytes would be done, after those before it; 0 if not known."""
         return paying.takes_s(tier.load_rate, nbytes + self._copies.queue(tier).bytes_before(nbytes))
 
     def _probe(self, found: Hit, wanted: Wanted, hits: int) -> None:
-        """Load one chunk for which nobody waits, now and then: else nobody would learn that the tier is faster now."""
+        """Load one chunk, from time to time, for which no request waits, to learn whether the tier is faster now."""
         if self._is_due(self._probed_at, found[1]):
             wanted = replace(wanted, who="a look how fast the tier is")
             with self._holding(wanted, hits):
@@ -367,7 +366,7 @@ class Tiers(TierHost):
                 self._copies.load([found], wanted, priority=Priority.PREFETCH, deadline=deadline)
 
     def _is_due(self, done_at: dict[Tier, float], tier: Tier, *, always: bool = False) -> bool:
-        """Whether what is done with a tier now and then, or `always`, is to be done now; then it is noted as done."""
+        """Whether a periodic action on a tier is due, or `always`; if so, record it as done now."""
         now = self._clock()
         is_due = always or now - done_at.get(tier, -math.inf) >= paying.PROBE_S
         if is_due:
@@ -375,7 +374,7 @@ class Tiers(TierHost):
         return is_due
 
     def why_not(self, key: bytes, shards: int, *, is_named: bool = False, chunk_s: float = math.inf) -> str:
-        """Why a key that the arena lacks did not come from a tier below that has it; empty: none has it."""
+        """Why a key that the arena lacks was not loaded from a tier below that has it; empty if none has it."""
         for level in self.below:
             for tier in level:
                 if not tier.find([key], shards) or (is_named and tier.is_shared):
@@ -390,10 +389,10 @@ class Tiers(TierHost):
         return ""
 
     def lacking(self, key: bytes, gone: Gone | None, *, is_named: bool) -> Iterator[tuple[str, str]]:
-        """What there is to say of a key that neither memory has nor a tier is known to have: why it may be there all
-        the same, why it was not stored, why it went. `gone`: what became of it in memory.
+        """Explain a key that is neither in memory nor known to be in a tier: why a tier may have it all the same, why
+        it was not stored, or why it was removed. `gone`: what became of it in memory.
 
-        :returns: pairs, in one word and in a sentence.
+        :returns: pairs of a kind and a sentence.
         """
         was_there = False
         for tier in self._all():
@@ -416,10 +415,10 @@ class Tiers(TierHost):
         return self._clock() - tier.late_at < self._load_s
 
     def _who_may_have(self, key: bytes, is_named: bool) -> Iterator[Tier]:
-        """The tiers that a key may come from now, the fastest first."""
+        """The tiers from which a key may be loaded now, the fastest first."""
         for level in self.below:
             first = key[-1] % len(level)
-            for tier in [*level[first:], *level[:first]]:  # there may have been more disks, or fewer
+            for tier in [*level[first:], *level[:first]]:  # all, because the number of disks may have changed
                 if is_named and tier.is_shared:
                     continue
                 if self._is_late(tier):
@@ -428,7 +427,7 @@ class Tiers(TierHost):
                     yield tier
 
     def hit(self, chunk: Chunk, origin: Origin) -> None:
-        """A request has found this for the first time since it is here: if it came from a tier below, count that."""
+        """A request has hit this chunk for the first time since it is here: count it for the tier it came from."""
         for at, level in enumerate(self.below if not chunk.shard else ()):
             for tier in level:
                 if tier.name == origin.name:
@@ -436,12 +435,13 @@ class Tiers(TierHost):
                     self.missed(chunk.key, self.below[:at], is_named=chunk.is_named)
 
     def origin(self, chunk: Chunk) -> Origin:
-        """Where it came from; to another arena it came by way of the first one."""
+        """The chunk's origin; if the first arena has it, too, the origin there, because it came through that."""
         here = next((each for each in self._store.index.of(chunk.key) if not each.slot.arena), chunk)
         return here.reservation.origin
 
     def missed(self, key: bytes, levels: Sequence[Sequence[Tier]], *, is_named: bool) -> None:
-        """A request was answered without this one, the first that it lacks, or got it from a tier below these."""
+        """Count a miss in these levels: a request went without this key, its first missing one, or got it from below
+        them."""
         for level in levels:
             tier = level[key[-1] % len(level)]
             tier.tally.misses += not (is_named and tier.is_shared)
@@ -461,8 +461,8 @@ class Tiers(TierHost):
         ]
 
     def forget(self, keys: Sequence[bytes], *, is_named: bool = False) -> int:
-        """The tiers below forget these, before memory does, which knows how many shards they have; returns how many one
-        of them had. `is_named`: they are a client's names, which no shared tier has."""
+        """Delete keys from the tiers below; return the most that one level had. To be called before memory deletes
+        them, which knows how many shards they have. `is_named`: they are a client's names, not in shared tiers."""
         by_shards: defaultdict[int, list[bytes]] = defaultdict(list)
         for key in keys:
             by_shards[max((chunk.reservation.shards for chunk in self._store.index.of(key)), default=0)].append(key)
@@ -484,7 +484,7 @@ class Tiers(TierHost):
 
 
 def _nbytes(found: Sequence[Hit], shards: int) -> Counter[Tier]:
-    """What each tier has of these, in bytes."""
+    """Bytes of these hits per tier, all shards."""
     nbytes: Counter[Tier] = Counter()
     for _, tier, held in found:
         nbytes[tier] += held.nbytes * shards

@@ -1,7 +1,7 @@
-"""Which transfers a node knows: what each still waits for, how fast that comes, and whether it was given up.
+"""The transfers that a node knows: what each still waits for, at which pace it is filled, and whether it was given up.
 
-A transfer is one prefill-to-decode handoff. A decoder that asks for its chunks before they are sealed is told to ask
-again for as long as the transfer is under way.
+A transfer is one prefill-to-decode handoff. While it is under way, a decoder that asks for its chunks before they are
+sealed is told to ask again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pdx.telemetry.recent import remember
 
 log = logging.getLogger("pdx.node")
 
-KEPT_S = 60.0  # how long a finished transfer's tail and record are kept for a decoder that comes late
-# So long before its end a decode engine is to know of a transfer: HTTP, tokenizer, a turn, and copying begin then …
+KEPT_S = 60.0  # how long a finished transfer's tail and record are kept for a late decoder
+# How long before a transfer's end its decode engine should know of it, for HTTP, tokenizer, a turn and copying …
 NEAR_S = 0.5
-NEAR_CHUNKS = 2.0  # … or at once, where no more than this is left: that has no pace yet
+NEAR_CHUNKS = 2.0  # … or at once if no more chunks than this are left, because there may be no pace yet
 EPSILON = 1e-6  # of a chunk: less than a slice
-MAX_TRANSFERS = 10_000  # that one process or peer has made known
-MAX_ENDED = 16_384  # names of transfers that are forgotten: who waits for one waits for nothing
+MAX_TRANSFERS = 10_000  # per source
+MAX_ENDED = 16_384  # names of forgotten transfers that are remembered, so that no request waits for them
 
 
 class Progress(StrEnum):
@@ -39,10 +39,10 @@ class Progress(StrEnum):
 
 
 class Transfer(msgspec.Struct):
-    """One transfer: the slots that its prompt needs and that are not sealed yet, with the number of their filled
-    slices, and the peers' offers that are not over.
+    """One transfer: its prompt's slots that are not sealed yet, each with its number of filled slices, and the number
+    of pending offers from peers.
 
-    `source` is who made it known: a process, a peer, or the proxy.
+    `source` made it known: a process, a peer, or the proxy.
     """
 
     source: str
@@ -50,18 +50,18 @@ class Transfer(msgspec.Struct):
     progress: Progress
     deadline: float
     offers: int = 0
-    left: float = 0.0  # chunks to be filled; slices count as parts
-    filled: float = 0.0  # chunks that were, after the first slices came …
-    first_at: float = -1.0  # … at this time; less than 0: nothing came …
+    left: float = 0.0  # chunks still to be filled; slices count as fractions
+    filled: float = 0.0  # chunks filled since the first slices came …
+    first_at: float = -1.0  # … at this time; negative: none came …
     last_at: float = 0.0  # … until this time
     is_near: bool = False
 
 
 class Transfers:
-    """All transfers a node knows. Owned by its control loop; each call costs what it changes or returns.
+    """All transfers that a node knows. Owned by its control loop; a call costs what it changes or returns.
 
-    Of what one source has made known the oldest is forgotten where it becomes more than `MAX_TRANSFERS`: whoever waits
-    for that one computes it itself.
+    If one source makes more than `MAX_TRANSFERS` known, its oldest is forgotten; a request that waits for that one
+    computes its chunks.
     """
 
     def __init__(self, env: Env) -> None:
@@ -78,8 +78,8 @@ class Transfers:
         return self._under_way
 
     def open(self, name: str, slots: Iterable[Slot], deadline: float, source: str) -> None:
-        """Its chunks are reserved; `slots` are those that its prompt needs. Calling it again adds chunks; a transfer
-        given up stays given up."""
+        """The transfer's chunks are reserved; `slots` are those that its prompt needs. Further calls add slots. A
+        transfer that was given up stays so."""
         transfer = self._transfers.get(name)
         if transfer is None:
             transfer = self._add(name, source, Progress.UNDER_WAY, deadline)
@@ -95,7 +95,7 @@ class Transfers:
             self._news.append(name)
 
     def expect(self, name: str, deadline: float, source: str) -> None:
-        """A peer offers chunks of it: whether there is room for them or not, whoever asks for it waits."""
+        """A peer offers chunks of the transfer: requests for it wait, whether or not there is room for them."""
         self.open(name, (), deadline, source)
         transfer = self._transfers[name]
         if transfer.progress is not Progress.GIVEN_UP:
@@ -103,7 +103,7 @@ class Transfers:
             self._turn(transfer, Progress.UNDER_WAY)
 
     def arrived(self, name: str, now: float) -> None:
-        """What the peer offered is here, as far as it was granted."""
+        """The chunks that a peer offered are here, as far as they were granted."""
         transfer = self._transfers.get(name)
         if transfer is not None and transfer.offers:
             transfer.offers -= 1
@@ -114,7 +114,7 @@ class Transfers:
         return transfer is not None and transfer.progress is Progress.UNDER_WAY
 
     def is_known(self, name: str) -> bool:
-        """Whether anybody has said something of it; it may be over, and forgotten but for its name."""
+        """Whether the transfer was ever made known; it may be over, with only its name remembered."""
         return name in self._transfers or name in self._ended
 
     def is_given_up(self, name: str) -> bool:
@@ -122,13 +122,13 @@ class Transfers:
         return transfer is not None and transfer.progress is Progress.GIVEN_UP
 
     def prefilled(self, name: str, now: float, source: str) -> None:
-        """Its prefill is over, `source` says. Where nothing was heard of it, whoever expects it waits no more."""
+        """`source` reports that the prefill is over. If the transfer is not known, requests stop waiting for it."""
         if not self.is_known(name):
             self._add(name, source, Progress.SEALED, now + KEPT_S)
             self._news.append(name)
 
     def filled(self, chunks: Iterable[Chunk], now: float) -> set[str]:
-        """Slices of these chunks were filled; the names of the transfers that they are of."""
+        """Slices of these chunks were filled; return the names of their transfers."""
         names = set()
         for chunk in chunks:
             transfer = self._transfers.get(chunk.reservation.transfer or "")
@@ -147,7 +147,7 @@ class Transfers:
         return names
 
     def left_s(self, name: str) -> float:
-        """In how many seconds all that it waits for will be filled, by the pace of what was; infinite: not known."""
+        """Seconds until all pending slots will be filled, at the pace so far; infinity if not known."""
         transfer = self._transfers.get(name)
         if transfer is None or transfer.progress is Progress.GIVEN_UP:
             return math.inf
@@ -159,7 +159,7 @@ class Transfers:
         return transfer.left / transfer.filled * took_s if transfer.filled > EPSILON and took_s > 0 else math.inf
 
     def comes_near(self, name: str) -> bool:
-        """Whether little of it is left to be filled; once."""
+        """Whether the transfer is near its end; true only once."""
         transfer = self._transfers.get(name)
         if transfer is None or transfer.is_near or transfer.progress is Progress.GIVEN_UP:
             return False
@@ -167,7 +167,7 @@ class Transfers:
         return transfer.is_near
 
     def sealed(self, chunks: Iterable[Chunk], now: float) -> None:
-        """These chunks are sealed."""
+        """Chunks were sealed."""
         chunks = list(chunks)
         self.filled(chunks, now)
         for chunk in chunks:
@@ -177,8 +177,7 @@ class Transfers:
                 self._settle(chunk.reservation.transfer or "", transfer, now)
 
     def aborted(self, chunks: Iterable[Chunk], now: float) -> None:
-        """These chunks will not come: where a transfer waits for one of them, what is sealed of it is all there will
-        be."""
+        """These chunks will not come: give up the transfers that wait for one of them."""
         for chunk in chunks:
             name = chunk.reservation.transfer or ""
             transfer = self._transfers.get(name)
@@ -186,8 +185,8 @@ class Transfers:
                 self.give_up(name, now, "")
 
     def give_up(self, name: str, now: float, source: str) -> bool:
-        """Nothing more of it will come; returns whether that is news. An unknown name is remembered, too, as made
-        known by `source`: a decoder may ask for a transfer whose prefill never reached this node."""
+        """Give up a transfer, of which nothing more will come; return whether that is news. An unknown name is recorded
+        for `source`, because a decoder may ask for a transfer whose prefill never reached this node."""
         transfer = self._transfers.get(name)
         if transfer is None:
             self._add(name, source, Progress.GIVEN_UP, now + KEPT_S)
@@ -203,7 +202,7 @@ class Transfers:
         return True
 
     def expire(self, now: float) -> list[str]:
-        """Forget transfers whose time is over; returns their names, and those crowded out since the last call."""
+        """Forget transfers past their deadline; return their names, and those crowded out since the last call."""
         late = self._deadlines.take(now)
         for name in late:
             self._forget(name)
@@ -249,9 +248,9 @@ class Transfers:
         self._deadlines.add((name,), deadline)
 
     def _settle(self, name: str, transfer: Transfer, now: float) -> None:
-        """It is complete as soon as nothing more is expected."""
+        """Complete the transfer if nothing more is expected."""
         if not transfer.pending and not transfer.offers and transfer.progress is Progress.UNDER_WAY:
-            transfer.pending = {}  # an emptied dict keeps its table, and the record is kept for a while
+            transfer.pending = {}  # a new one, because an emptied dict keeps its table
             self._turn(transfer, Progress.SEALED)
             self._end_at(name, transfer, now + KEPT_S)
             self._news.append(name)

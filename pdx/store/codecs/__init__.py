@@ -1,1 +1,1 @@
-"""What chunks are encoded by where they leave memory: lossless, or with a loss where a request asks for that."""
+"""Codecs for chunks outside memory: lossless, or lossy if a request asks for that."""

@@ -1,8 +1,8 @@
-"""What every codec is: a pair of pure functions on bytes, a piece at a time.
+"""The interface of codecs: two pure functions on bytes, applied piece by piece.
 
-A slice is encoded as pieces of `piece_bytes`, the last one perhaps shorter, one behind the other. How long a piece is
-when decoded is known before: so nothing that is read decides how much memory is taken. Any thread may use a codec, one
-at a time; work of any size releases the interpreter's lock.
+A slice is encoded as consecutive pieces of `piece_bytes`, the last one perhaps shorter. The decoded size of a piece is
+known in advance, so that data that is read never decides how much memory is allocated. A codec may be used on any
+thread, by one at a time; work of any size releases the GIL.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ NONE, LOSSLESS = "none", "lossless"
 
 
 class Codec(ABC):
-    """One for each chunk that is encoded or decoded."""
+    """Encodes or decodes one chunk; each chunk gets its own instance."""
 
-    name: str  # as the header of a chunk says it; `codec_of` finds the codec by it
+    name: str  # in the header of a chunk; `codec_of` finds the codec by it
     piece_bytes: int
 
     @abstractmethod
     def encode(self, data: memoryview, into: memoryview) -> int:
-        """Encode one piece; the bytes written. 0: there is no room for it.
+        """Encode one piece; return the bytes written, or 0 if `into` has no room.
 
         :raises CodecError: it cannot be encoded.
         """
 
     @abstractmethod
     def decode(self, data: memoryview, into: memoryview) -> int:
-        """Decode one piece, which fills `into`, from the beginning of `data`; how much of that it was.
+        """Decode one piece from the beginning of `data`, so that it fills `into`; return the bytes read.
 
-        :raises CodecError: that is no such piece. `into` may hold anything then.
+        :raises CodecError: the data is no such piece. The content of `into` is then undefined.
         """
 
 
@@ -53,7 +53,7 @@ def codec_of(name: str) -> Codec:
 
 
 def encode_slice(codec: Codec, data: memoryview, into: memoryview, on_piece: Callable[[], None]) -> int:
-    """Encode a slice; the bytes written, 0 where there is no room for them. `on_piece` is called before each piece.
+    """Encode a slice; return the bytes written, 0 if `into` has no room. `on_piece` is called before each piece.
 
     :raises CodecError: it cannot be encoded.
     """
@@ -70,7 +70,7 @@ def encode_slice(codec: Codec, data: memoryview, into: memoryview, on_piece: Cal
 def decode_slice(codec: Codec, data: memoryview, into: memoryview, on_piece: Callable[[], None]) -> None:
     """Decode a slice, all of `data`, into all of `into`. `on_piece` is called before each piece.
 
-    :raises CodecError: `data` are not such a slice. `into` may hold anything then.
+    :raises CodecError: `data` is no such slice. The content of `into` is then undefined.
     """
     used = 0
     for first in range(0, len(into), codec.piece_bytes):

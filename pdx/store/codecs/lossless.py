@@ -1,10 +1,9 @@
-"""Byte planes, each by itself through zstd: what KV has in common are the exponents of its elements.
+"""The lossless codec: byte planes, each compressed by zstd, because the exponents of KV elements are alike.
 
-    piece: bytes of an element (1), 0: as it is │ for each plane: its bytes (4) │ the planes │ what is no whole element
+    piece: bytes per element (1), 0: as it is │ for each plane: its bytes (4) │ the planes │ an incomplete element
 
-Plane number i has byte i of every element. A plane that does not shrink stands there as it is, so that its size says
-so. How many bytes an element has is found out by trying, so nobody need say what the bytes mean. ADR 53 says what was
-measured.
+Plane i has byte i of every element. A plane that does not shrink is stored as it is, which its size tells. The element
+size is found by trying, so that the caller need not know what the bytes mean. ADR 53 has the measurements.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ import zstandard
 from pdx.errors import CodecError
 from pdx.store.codecs.codec import LOSSLESS, Codec
 
-WIDTHS = (2, 4, 1)  # bytes of an element; of equals the first one
+WIDTHS = (2, 4, 1)  # bytes per element; in a tie the first one wins
 _SAMPLE_BYTES = 32 << 10
-_MIN_BYTES = 64  # fewer are not worth a try
+_MIN_BYTES = 64  # shorter pieces are not worth compressing
 _SIZE = struct.Struct("<I")
-# Planes have no long matches: what pays is to code each byte by how often it occurs. Looking for matches of four bytes
-# takes three times as long, and finds some that cost more than they save.
+# Planes have no long matches; entropy coding of single bytes is what pays. A search for matches of four bytes takes
+# three times as long, and finds some that cost more than they save.
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
     1, min_match=7, hash_log=6, write_content_size=1, write_checksum=0, threads=0
 )
 
 
 class Lossless(Codec):
-    """See `Codec`. Any bytes come back as they were."""
+    """Restores any bytes exactly. See `Codec`."""
 
     name = LOSSLESS
     piece_bytes = 1 << 20
@@ -60,7 +59,7 @@ class Lossless(Codec):
         return min(WIDTHS, key=lambda width: sum(len(part) for part in self._parts(sample, width)))
 
     def _parts(self, data: memoryview, width: int) -> list[Any]:
-        """What stands there for a piece."""
+        """The encoded form of a piece, as consecutive parts."""
         count = len(data) // width
         if len(data) < _MIN_BYTES:
             return [b"\0", data]
@@ -99,7 +98,7 @@ class Lossless(Codec):
         if len(data) == count:
             return data
         try:
-            # A frame takes as much memory as it says: it must say what is known.
+            # zstd allocates the size that the frame declares, so check it first.
             if len(data) > count or zstandard.frame_content_size(data) != count:
                 raise CodecError(f"a plane of {count} bytes has another size")
             return self._decoder.decompress(data, allow_extra_data=False)

@@ -1,10 +1,10 @@
-"""A byte for each element, and a scale for the keys and for the values of each head in each page: fp8 (e4m3), or int8.
+"""The lossy codecs fp8 (e4m3) and int8: a byte per element, and per page a scale for each head's keys and values.
 
-    piece: some pages, one behind the other. page: its scales (4 bytes each, float32) │ a byte for each element
+    piece: consecutive pages. page: its scales (4 bytes each, float32) │ a byte for each element
 
-The scale is the largest finite magnitude of its elements over the largest number that a byte can stand for. A magnitude
-that is not finite becomes that largest one; what is no number becomes 0 with int8, and stays none with fp8. What was
-decoded is encoded to the same bytes again, so that nothing is lost a second time, however often a chunk moves.
+The scale is the largest finite magnitude of its elements divided by the largest number that a byte can represent.
+Infinities become that largest number; NaN becomes 0 with int8, and stays NaN with fp8. Decoded data is encoded to the
+same bytes again, so that nothing is lost a second time, however often a chunk moves.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Lossy(Codec):
         self.piece_bytes = max(1, _PIECE_BYTES // form.page_bytes) * form.page_bytes
 
     def _encoded_bytes(self, nbytes: int) -> tuple[int, int]:
-        """Pages in a piece of so many bytes, and what they take when they are encoded.
+        """The number of pages in a piece of so many bytes, and their encoded size.
 
-        :raises CodecError: it is no piece.
+        :raises CodecError: a piece cannot have this size.
         """
         form = self._form
         pages, rest = divmod(nbytes, form.page_bytes)
@@ -55,7 +55,7 @@ class Lossy(Codec):
         scales = np.maximum(magnitude.max(axis=(1, 3, 5), keepdims=True) / np.float32(most), np.float32(_LEAST_SCALE))
         with np.errstate(over="ignore", invalid="ignore"):
             values /= scales
-        np.clip(values, -most, most, out=values)  # what is no number stays none
+        np.clip(values, -most, most, out=values)  # NaN stays NaN
         codes = _int8(values) if form.codec == "int8" else _fp8(values)
         head = 4 * form.num_scales
         page = np.frombuffer(into, np.uint8, nbytes).reshape(pages, -1)
@@ -73,7 +73,7 @@ class Lossy(Codec):
         scales = np.ascontiguousarray(page[:, :head]).view("<f4").reshape(pages, 1, form.shape[1], 1, form.shape[3], 1)
         codes = page[:, head:].reshape(pages, *form.shape)
         values: Any = codes.view(np.int8).astype(np.float32) if form.codec == "int8" else _of_fp8()[codes]
-        with np.errstate(over="ignore", invalid="ignore"):  # what is damaged may say anything
+        with np.errstate(over="ignore", invalid="ignore"):  # damaged data may hold any values
             values *= scales
             _store(values, into, form.elements)
         return nbytes
@@ -87,7 +87,7 @@ def _floats(data: memoryview, elements: str) -> Any:
 
 
 def _store(values: Any, into: memoryview, elements: str) -> None:
-    """Write float32 as these elements, rounded to the nearest, ties to even; the largest magnitude stays finite."""
+    """Write float32 values as these elements, rounded to nearest, ties to even; the largest magnitude stays finite."""
     if elements == "fp32":
         np.frombuffer(into, "<f4")[:] = values.reshape(-1)
     elif elements == "fp16":
@@ -107,14 +107,14 @@ def _int8(values: Any) -> Any:
 
 
 def _fp8(values: Any) -> Any:
-    """By way of float16, whose bits are looked up."""
+    """Convert through float16, whose bits index a table."""
     with np.errstate(invalid="ignore"):
         return _to_fp8()[values.astype("<f2").view("<u2")]
 
 
 @lru_cache(1)
 def _of_fp8() -> Any:
-    """What each byte stands for, as float32."""
+    """The float32 value of each fp8 byte."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     magnitude = np.where(exponent == 0, mantissa / 512.0, (8 + mantissa) * 2.0 ** (exponent - 10.0))
@@ -124,7 +124,7 @@ def _of_fp8() -> Any:
 
 @lru_cache(1)
 def _to_fp8() -> Any:
-    """The byte for each float16, by its bits: the nearest, ties to even."""
+    """The nearest fp8 byte for each float16, by its bits; ties to even."""
     halves = np.arange(1 << 16, dtype=np.uint16)
     magnitude = (halves & 0x7FFF).view("<f2").astype(np.float64)
     steps = _of_fp8()[:_FP8_NAN].astype(np.float64)  # rising

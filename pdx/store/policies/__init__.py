@@ -1,1 +1,1 @@
-"""The eviction policies that PDX has."""
+"""Eviction policies."""

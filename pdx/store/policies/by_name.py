@@ -1,10 +1,10 @@
-"""Eviction policies by name. Ours are listed here; anybody else's come by an entry point of the group `pdx.policies`.
+"""Eviction policies by name. Built-in ones are listed here; others are entry points in the group `pdx.policies`.
 
     [project.entry-points."pdx.policies"]
     mine = "mypackage.mymodule:make"
 
 `make(total_bytes, argument)` returns a `pdx.store.policies.policy.EvictionPolicy` for an arena or disk of so many
-bytes; `argument` is what stands behind the colon in `--policy mine:argument`, or empty.
+bytes; `argument` is the text after the colon in `--policy mine:argument`, or empty.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from pdx.store.policies.ranks import Age
 from pdx.store.policies.s3fifo import S3Fifo
 
 GROUP = "pdx.policies"
-Maker = Callable[[int], EvictionPolicy[Any]]  # of one policy, for an arena or a disk of so many bytes
+Maker = Callable[[int], EvictionPolicy[Any]]  # makes a policy for an arena or a disk of so many bytes
 _SIZED: dict[str, Maker] = {"lru": lambda _: Lru(), "s3fifo": S3Fifo, "gittins": Gittins}
-_TIMED = {"age": False, "idle": True}  # whether use lengthens a life
+_TIMED = {"age": False, "idle": True}  # -> whether a use restarts the time limit
 
 
 def names() -> list[str]:
-    """All of them, ours first."""
+    """The names of all policies, built-in ones first."""
     ours = [*_SIZED, *_TIMED]
     return [*ours, *sorted({point.name for point in entry_points(group=GROUP)}.difference(ours))]
 
 
 def find(setting: str, now: Callable[[], float] | None = None, option: str = "--policy") -> Maker:
-    """What makes the policy that `option` names. `now`: its clock, if it has one; this process's by default.
+    """The maker of the policy that `option` names. `now`: its clock, if it needs one; `time.monotonic` by default.
 
-    :raises ConfigError: there is none, or what stands behind the colon makes no sense to it.
+    :raises ConfigError: there is no such policy, or its argument is invalid.
     """
     name, colon, argument = setting.partition(":")
     said = f"{option} {setting}"

@@ -1,12 +1,12 @@
-"""What is least worth its room goes first, by how long chunks took until they were found again.
+"""The Gittins policy: evicts the chunk that is least worth its room, by the ages at which chunks are hit again.
 
-Time is counted in bytes of chunks that came or were found. Of each age it is known how many chunks were found at that
-age, of those that lived to it, in memory or as a key that was evicted not long ago. From that follows what a chunk of
-an age is worth: the most hits per byte and time that keeping it can give, whichever age it is kept to. That is an index
-of Gittins, "Bandit Processes and Dynamic Allocation Indices", Journal of the Royal Statistical Society B 41, 1979.
-Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, evict by a like one.
+Time is counted in bytes of chunks that came or were hit. For each age the policy estimates the share of chunks hit at
+that age among those that reached it, in memory or as a recently evicted key. From that follows the worth of a chunk of
+an age: the most hits per byte and time that keeping it can give, over all ages up to which it may be kept. That is an
+index of Gittins, "Bandit Processes and Dynamic Allocation Indices", Journal of the Royal Statistical Society B 41,
+1979. Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, use a similar one.
 
-Chunks that were found before are a kind of their own, with ages and worths of their own.
+Chunks that were hit before are a kind of their own, with separate ages and worths.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from collections.abc import Iterator, Sequence
 from pdx.store.policies.policy import E, EvictionPolicy, Rank
 from pdx.store.policies.ranks import Ranks
 
-NEW, FOUND = 0, 1  # kinds: what a rank begins with
-FINEST = 1 / 32  # of the arena: the least age that is told from 0; each further step of ages is √2 times as far away
-STEPS = 18  # of ages: up to eight times the arena, and all that is older
-LOOK = 1 / 8  # of the arena came or was found, and the worths are worked out anew …
-FADES = 0.99  # … and what was seen until then counts so much
-GHOSTS = 4  # times the arena: bytes of chunks whose keys are remembered when they are evicted …
-MAX_GHOSTS = 1 << 17  # … and so many keys at most: about 32 MB
-PRIOR_SHARE = 0.03  # of the arena: so many bytes count as seen at each age before any were …
-PRIOR = {NEW: 0.15, FOUND: 0.3}  # … found in the time in which the age grows e-fold, as with LRU: old ones less often
+NEW, FOUND = 0, 1  # kinds: the first element of a rank
+FINEST = 1 / 32  # of the arena: the end of the first step of ages; each further step ends at √2 times the last
+STEPS = 18  # of ages: up to eight times the arena, and everything older
+LOOK = 1 / 8  # of the arena must come or be hit before the worths are computed anew …
+FADES = 0.99  # … and earlier observations are multiplied by this
+GHOSTS = 4  # times the arena: bytes of evicted chunks whose keys are remembered …
+MAX_GHOSTS = 1 << 17  # … and the most keys: about 32 MB
+PRIOR_SHARE = 0.03  # of the arena: bytes that count as observed at each age from the start, with …
+PRIOR = {NEW: 0.15, FOUND: 0.3}  # … this rate of hits while the age grows e-fold: as with LRU, old ones less often
 
 
 class Ages:
-    """Of one kind of chunks: at which ages they were found, or lost from sight. Bytes throughout."""
+    """The ages at which chunks of one kind were hit, or forgotten. All counts are in bytes."""
 
     def __init__(self, total_bytes: int, prior: float) -> None:
         self._unit = total_bytes * FINEST
@@ -43,9 +43,9 @@ class Ages:
         self._prior = [
             1 - math.exp(-prior * width / (low + width / 2)) for low, width in zip(self._edges, widths, strict=False)
         ]
-        self._found = [0.0] * STEPS  # at this age
-        self._over = [0.0] * STEPS  # found at this age, or not looked at any more
-        self._alive: dict[int, int] = {}  # by the period in which they began; all that are older than that are in -1
+        self._found = [0.0] * STEPS  # hit at this age
+        self._over = [0.0] * STEPS  # hit or forgotten at this age
+        self._alive: dict[int, int] = {}  # by the period in which they began; -1: all the oldest ones
         self.worths: list[float] = []
         self.look(0)
 
@@ -53,12 +53,12 @@ class Ages:
         return 0 if age < self._unit else min(STEPS - 1, 1 + int(2 * math.log2(age / self._unit)))
 
     def begins(self, since: int, nbytes: int) -> None:
-        """A chunk is here, or was found, since then."""
+        """A chunk came, or was hit, at `since`: its age begins."""
         period = since // self._period
         self._alive[period] = self._alive.get(period, 0) + nbytes
 
     def ends(self, since: int, now: int, nbytes: int, *, is_found: bool) -> None:
-        """It was found now, or is forgotten."""
+        """A chunk's age ends: it was hit now, or is forgotten."""
         step = self.step(now - since)
         self._over[step] += nbytes
         self._found[step] += nbytes * is_found
@@ -69,7 +69,7 @@ class Ages:
             del self._alive[period]
 
     def look(self, now: int) -> None:
-        """Work out the worths anew; costs the same however many chunks there are."""
+        """Compute the worths anew; the cost does not depend on the number of chunks."""
         over = self._over.copy()
         oldest = now // self._period - int(self._edges[-2] / self._period) - 1
         for period, nbytes in list(self._alive.items()):
@@ -79,7 +79,7 @@ class Ages:
         older = 0.0
         shares = [0.0] * STEPS
         for step in reversed(range(STEPS)):
-            seen = older + over[step] / 2  # those that ended here were here for half of it
+            seen = older + over[step] / 2  # chunks that ended in this step were in it for half of it
             older += over[step]
             known = self._prior_bytes
             shares[step] = min(1.0, (self._found[step] + known * self._prior[step]) / (seen + known))
@@ -89,9 +89,9 @@ class Ages:
 
 
 def worths(shares: Sequence[float], widths: Sequence[float]) -> list[float]:
-    """What a chunk at the beginning of each step is worth: the most of what may be found over the time until then.
+    """The worth of a chunk at the beginning of each step: the largest ratio of expected hits to time kept.
 
-    `shares`: of those that come to a step, how many are found in it, which takes as long as `widths` says.
+    `shares`: of the chunks that reach a step, the share hit in it. `widths`: how long each step lasts.
     """
     found = []
     for first in range(len(shares)):
@@ -106,7 +106,7 @@ def worths(shares: Sequence[float], widths: Sequence[float]) -> list[float]:
 
 
 class Gittins(EvictionPolicy[E]):
-    """See above. Of each kind the chunk that was used longest ago is looked at, and the one that is worth less goes."""
+    """Compares the least recently used chunk of each kind, and evicts the one that is worth less."""
 
     def __init__(self, total_bytes: int) -> None:
         """`total_bytes`: of the arena."""
@@ -121,7 +121,7 @@ class Gittins(EvictionPolicy[E]):
         self._most_ghost_bytes = total_bytes * GHOSTS
 
     def insert(self, chunk: E, before: E | None = None) -> None:
-        """See `EvictionPolicy.insert`. What was found becomes the newest when its last reader is done."""
+        """See `EvictionPolicy.insert`. A chunk that was hit becomes the newest when its last reader is done."""
         if chunk.rank is None:
             ghost = self._ghosts.pop((chunk.key, chunk.shard), None)
             if ghost is not None:
@@ -180,7 +180,7 @@ class Gittins(EvictionPolicy[E]):
         self._ages[kind].ends(since, self._now, chunk.room_bytes, is_found=True)
 
     def _place(self, chunk: E, kind: int, before: E | None) -> None:
-        """It is the newest of its kind, or as old as `before` and behind it."""
+        """Make the chunk the newest of its kind, or as old as `before` but evicted before that."""
         self._now += chunk.room_bytes
         if before is not None and before.rank is not None and before.rank[0] == kind:
             chunk.rank = kind, before.rank[1], before.rank[2] - 1

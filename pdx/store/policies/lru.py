@@ -1,4 +1,4 @@
-"""Least recently used first."""
+"""The LRU policy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pdx.store.policies.policy import E, Evictable, EvictionPolicy
 class Lru(EvictionPolicy[E]):
     """Least recently used first, the end of a prompt before its beginning.
 
-    A ring through the chunks themselves, closed by one that is nobody's: every call takes the same few steps. A chunk
-    counts as used when its last reader is done.
+    A ring linked through the chunks themselves, closed by a sentinel; every call takes constant time. A chunk counts as
+    used when its last reader is done.
     """
 
     def __init__(self) -> None:
@@ -20,10 +20,10 @@ class Lru(EvictionPolicy[E]):
         self._end.older = self._end.newer = self._end
 
     def insert(self, chunk: E, before: E | None = None) -> None:
-        """The chunk goes just before `before` where that may be evicted, too, else as the most recently used.
+        """Insert the chunk just before `before` if that is evictable, too, else as the most recently used.
 
-        So a chunk that is sealed step by step goes before what leads up to it. Nothing else moves: a prompt counts as
-        used when the first of its chunks was, until it is read.
+        So a chunk of a prompt that is sealed step by step is evicted before its predecessors. Nothing else moves: until
+        it is read, a prompt counts as used when its first chunk was inserted.
         """
         newer: Evictable = before if before is not None and before.newer is not None else self._end
         older = newer.older

@@ -1,5 +1,5 @@
-"""Chunks in the order of their ranks, for policies that know a chunk again after it was held; and those policies that
-are no more than such an order.
+"""Chunks sorted by rank, for policies that recognize a chunk after it was held; and the policies that consist of such
+an order.
 
 QueueOrder: Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with
 CachedAttention", ATC 2024, section 3.3.2 (scheduler-aware eviction). Idle time: its section 4.3.
@@ -18,11 +18,11 @@ from sortedcontainers import SortedKeyList
 from pdx.store.deadlines import Deadlines
 from pdx.store.policies.policy import E, EvictionPolicy, Rank
 
-MAX_PAST = 4096  # at one time: to move them takes 15 ms of the control loop
+MAX_PAST = 4096  # per call: to move them takes 15 ms of the control loop
 
 
 class Ranks(Generic[E]):
-    """Chunks that may be evicted now, by `chunk.rank`; each call costs a search in a sorted list."""
+    """Evictable chunks sorted by `chunk.rank`; each call costs a search in a sorted list."""
 
     def __init__(self) -> None:
         self._sorted: SortedKeyList[E, Rank] = SortedKeyList(key=attrgetter("rank"))
@@ -32,8 +32,8 @@ class Ranks(Generic[E]):
         return len(self._sorted)
 
     def new(self, before: E | None = None, first: int = 0) -> Rank:
-        """The rank of who comes now: behind all others whose rank begins with `first` or less, but just before `before`
-        where that has such a rank."""
+        """A rank for a new chunk: after all ranks that begin with `first` or less, or just before that of `before` if
+        it begins with `first`."""
         if before is not None and before.rank is not None and before.rank[0] == first:
             return first, before.rank[1], before.rank[2] - 1
         return first, next(self._numbers), 0
@@ -45,23 +45,23 @@ class Ranks(Generic[E]):
         self._sorted.remove(chunk)
 
     def behind(self, rank: Rank | None) -> E | None:
-        """The first one behind this rank (of all by default)."""
+        """The first chunk after this rank (of all by default)."""
         at = 0 if rank is None else self._sorted.bisect_key_right(rank)
         return self._sorted[at] if at < len(self._sorted) else None
 
     def between(self, above: Rank | None, most: Rank | None) -> Iterator[E]:
-        """All of them with a rank above the one and not above the other. Nothing may change meanwhile."""
+        """The chunks with a rank above `above` and up to `most`. Nothing may change meanwhile."""
         found: Iterator[E] = self._sorted.irange_key(above, most, inclusive=(False, True))
         return found
 
     def within(self, start: E | None) -> Iterator[E]:
-        """All of them, from `start` on where it has a rank. Nothing may change meanwhile."""
+        """All chunks, from `start` on if it has a rank. Nothing may change meanwhile."""
         least = start.rank if start is not None else None
         return iter(self._sorted) if least is None else self._sorted.irange_key(least)
 
 
 class Ranked(EvictionPolicy[E]):
-    """A policy whose order is that of the ranks which its `insert` gives."""
+    """A policy whose order is that of the ranks given by its `insert`."""
 
     def __init__(self) -> None:
         self._ranks: Ranks[E] = Ranks()
@@ -74,10 +74,10 @@ class Ranked(EvictionPolicy[E]):
 
 
 class Expected(Ranked[E]):
-    """What applications expect to be wanted again (`Hints.reuse_s`): chunks of one priority, the last expected first,
+    """Chunks of one priority that applications expect to want again (`Hints.reuse_s`): those expected last go first,
     the end of a prompt before its beginning.
 
-    It is Belady's order, as far as applications know the future. Whose time has passed is on another level
+    This is Belady's order, as far as applications know the future. Chunks whose time has passed move to another level
     (`pdx.store.eviction`).
     """
 
@@ -88,21 +88,21 @@ class Expected(Ranked[E]):
         self._ranks.add(chunk)
 
     def past(self, now: float) -> list[E]:
-        """Those that were expected by now, or some of them."""
+        """Chunks that were expected by now, up to `MAX_PAST`."""
         past = (chunk for chunk in self._ranks.between((_first(now), -1, 0), None) if chunk.keep.expected_at <= now)
         return list(itertools.islice(past, MAX_PAST))
 
 
 def _first(at: float) -> int:
-    """What the rank begins with of what is expected then: milliseconds, the sooner the more."""
+    """The first element of the rank of a chunk expected then: milliseconds, larger if sooner."""
     return -int(at * 1000)
 
 
 class QueueOrder(Ranked[E]):
-    """Chunks that the queue wants; first goes what the last request wants, from the end of its prompt."""
+    """Chunks that queued requests want: those of the last request go first, from the end of its prompt."""
 
     def __init__(self, places: Mapping[bytes, Mapping[int, int]]) -> None:
-        """`places`: by key, where in its prompt each request that wants it has it, the first in the queue first."""
+        """`places`: key -> (number of a request that wants it -> its index in that prompt), in the queue's order."""
         self._places = places
         super().__init__()
 
@@ -112,17 +112,17 @@ class QueueOrder(Ranked[E]):
         self._ranks.add(chunk)
 
     def rank(self, key: bytes) -> Rank:
-        """That of each chunk with this key, which is wanted."""
+        """The rank of chunks with this key, which must be wanted."""
         number, index = next(iter(self._places[key].items()))
         return -number, -index, 0
 
 
 class Age(Ranked[E]):
-    """A chunk goes `seconds` after it was sealed, whether there is room or not; for room the oldest goes first.
+    """A chunk expires `seconds` after it was sealed, even if there is room; for room the oldest goes first.
 
-    Use does not lengthen its life, unless it `is_idle`: then the time counts from the end of the last lease or pin, and
-    for room the one that was used longest ago goes first. What is leased then is not found any more and goes with its
-    last lease; what is pinned goes when it is unpinned.
+    A use does not extend its life, unless `is_idle`: then the time counts from the end of the last lease or pin, and
+    for room the least recently used chunk goes first. A chunk that is leased when it expires is no longer found, and
+    freed with its last lease; a pinned one expires when it is unpinned.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float], *, is_idle: bool = False) -> None:

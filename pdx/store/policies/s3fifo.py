@@ -1,4 +1,4 @@
-"""S3-FIFO: two queues, and the memory of what has left the first.
+"""The S3-FIFO policy: two queues, and the remembered keys of chunks that left the first.
 
 Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023, algorithm 1, with its shares and counts.
 """
@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from pdx.store.policies.policy import E, EvictionPolicy, Rank
 from pdx.store.policies.ranks import Ranks
 
-SMALL_SHARE = 0.1  # of the arena, for chunks that are new
+SMALL_SHARE = 0.1  # of the arena, for new chunks
 MAX_USES = 3
-MAX_CHANCES = 1024  # that one search gives chunks that were used; it then takes them as they come, for time's sake
-USES_TO_STAY = 2  # in the small queue, to get into the main queue
-_SMALL, _MAIN = 0, 1  # what a rank begins with
+MAX_CHANCES = 1024  # used chunks that a search moves on; to bound its time, it then takes chunks as they come
+USES_TO_STAY = 2  # uses in the small queue that move a chunk to the main queue
+_SMALL, _MAIN = 0, 1  # the first element of a rank
 
 
 class S3Fifo(EvictionPolicy[E]):
-    """New chunks pass through a small queue, from which only what was found twice gets into the main queue.
+    """New chunks go through a small queue, from which only those hit twice move to the main queue.
 
-    In the main queue each use spares a chunk once. A key that left the small queue not long ago comes back into the
-    main queue at once.
+    In the main queue each use spares a chunk once. A key that left the small queue recently returns directly to the
+    main queue.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -61,7 +61,7 @@ class S3Fifo(EvictionPolicy[E]):
         super().remove(chunk)
 
     def victims(self, start: E | None) -> Iterator[E]:
-        """See `EvictionPolicy.victims`. What was used moves on while the queues are looked through."""
+        """See `EvictionPolicy.victims`. The search moves on used chunks as it meets them."""
         reached: list[Rank | None] = [None, None]  # in each queue
         if start is not None and start.rank is not None:
             first, number, depth = start.rank
@@ -85,7 +85,7 @@ class S3Fifo(EvictionPolicy[E]):
             yield chunk
 
     def peek(self) -> Iterator[E]:
-        """See `EvictionPolicy.peek`: what is not moved on, the small queue's share of it first."""
+        """See `EvictionPolicy.peek`: the chunks that `victims` would not move on, the small queue's excess first."""
         over = self._small_bytes - self._most_small_bytes
         small = (chunk for chunk in self._queues[_SMALL].within(None) if chunk.uses < USES_TO_STAY)
         main = (chunk for chunk in self._queues[_MAIN].within(None) if not chunk.uses)
@@ -97,7 +97,7 @@ class S3Fifo(EvictionPolicy[E]):
         yield from main
 
     def _move_on(self, chunk: E) -> None:
-        """It becomes the newest of the main queue."""
+        """Make the chunk the newest of the main queue."""
         self.hold(chunk)
         assert chunk.rank is not None
         if chunk.rank[0] == _SMALL:
