@@ -71,7 +71,7 @@ def test_where_vllm_serves_has_to_be_said_if_the_flags_do_not(flags):
 
 @pytest.mark.parametrize("changes", [{"url": "10.0.0.7:8100"}, {"url": "http://user:secret@a:1"}])
 def test_a_url_that_is_none_is_refused(changes):
-    with pytest.raises(ConfigError, match=r"http://host:port") as caught:
+    with pytest.raises(ConfigError, match=r"http://HOST:PORT") as caught:
         command(**changes)
     assert "secret" not in str(caught.value)
 
