@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from pdx.errors import ClientGone
+from pdx.errors import ClientGone, ConfigError
 from pdx.proxy import sse
 from pdx.proxy.headers import REQUEST_ID, of_body, request_id, to_client
 from pdx.proxy.routes import Route
@@ -207,13 +208,19 @@ async def tell_alive(_request: web.Request) -> web.Response:
     return web.Response(text="ok\n")
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 _METHODS = "GET, POST, OPTIONS"
 _KEPT_S = "600"  # seconds for which a browser caches it
 
 
 def allow_origins(app: web.Application, origins: Collection[str]) -> None:
-    """CORS: allow scripts on pages of these origins; `*` means every page. No effect without origins."""
+    """CORS: allow scripts on pages of these origins; `*` means every page. No effect without origins.
+
+    :raises ConfigError: a browser would send no such origin.
+    """
     every = "*" in origins
+    if wrong := [each for each in origins if each not in ("*", "null") and not _ORIGIN.fullmatch(each)]:
+        raise ConfigError(f"--allowed-origins {wrong[0]!r}: write what browsers send, as https://example.org, or *")
 
     def allows(request: web.Request) -> bool:
         origin = request.headers.get("Origin")

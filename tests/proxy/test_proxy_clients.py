@@ -27,6 +27,7 @@ from proxy_harness import (
 )
 
 from pdx.errors import ConfigError
+from pdx.proxy.reply import allow_origins
 from pdx.proxy.server import Server
 from pdx.telemetry.env import Env
 from pdx.telemetry.names import METRICS
@@ -310,6 +311,13 @@ async def test_web_pages(allowed, origin, told):
             assert ("Vary" in headers) == (allowed not in ((), ("*",)))
         async with made.client.options(url) as response:
             assert response.status == 405
+
+
+@pytest.mark.parametrize("said", [f"{PAGE}/", f"{PAGE}/chat", "page.example", "https://Page.example", ""])
+def test_an_origin_that_no_page_has_is_refused_at_the_start(said):
+    """Browsers would have kept its answers from the page, and nobody said why."""
+    with pytest.raises(ConfigError, match=f"--allowed-origins '{said}': write .* https://example.org"):
+        allow_origins(web.Application(), [PAGE, said])
 
 
 async def test_prompts_are_not_logged(caplog):
