@@ -10,10 +10,12 @@ import random
 import pytest
 from disk_bed import KV_BYTES, MIB, KvBed, closing_all, content, is_file, key, kv
 
+from pdx.errors import TierError
 from pdx.memory.form import Form
 from pdx.store import chunk_format
 from pdx.store.codecs.codec import LOSSLESS, NONE
 from pdx.store.disk import chunk_file
+from pdx.store.health import MAX_ERRORS
 
 FORM = Form("int8", "bf16", (1, 4, 16, 2, 64))  # pages of 16 KiB: 16 in a chunk, 4 in a slice
 CHARGE = chunk_file.disk_bytes(KV_BYTES, 4)
@@ -356,3 +358,16 @@ def test_what_no_arena_of_this_node_could_take_is_not_decoded(over_memory, memor
         small.turn()
     assert handle.failed == {"too_large": 1}
     assert memory.chunks[name] == before
+
+
+def test_a_store_that_takes_no_other_form_is_read_on(over_memory, memory, monkeypatch):
+    bed = over_memory().opened()
+    assert all(bed.store(number) is None for number in range(MAX_ERRORS))
+
+    def refuse(name, data):
+        raise TierError("asked to", "denied")
+
+    monkeypatch.setattr(memory, "write", refuse)
+    assert recode(bed, range(MAX_ERRORS), LOSSLESS).failed == {"denied": MAX_ERRORS}
+    assert bed.sought(range(MAX_ERRORS)) == MAX_ERRORS
+    assert not bed.counters["remote_paused"]

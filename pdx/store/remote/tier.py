@@ -243,7 +243,8 @@ class RemoteTier(StoreTier):
 
     def _recoded(self, pair: Pair, recoding: Recoding, work: Work) -> None:
         error = work.error
-        self._went(error)
+        if error is None or error.kind not in _OF_WRITES:
+            self._went(error)
         if error is not None and error.kind != "cancelled":
             self._warn(error, "the chunk is as it was")
         old, new = pair
