@@ -246,8 +246,13 @@ def reuse(old: Path, path: Path) -> None:
     try:
         _make_folder(path.parent)
         os.rename(old, path.with_suffix(PARTIAL))
-    except OSError:  # the disk may have room for a folder only when the file is gone
-        remove(old)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        kind = _WRITE_KINDS.get(error.errno or 0, "write_failed")
+        if kind != "full":
+            raise TierError(f"{old} cannot be written anew: {error.strerror}", kind) from error
+        remove(old)  # there may be room for a folder only when it is gone
 
 
 def is_gone(path: Path) -> bool:
