@@ -1,8 +1,8 @@
-"""The contract of a channel: one-sided writes between registered memory, with a notification behind each.
+"""The contract of a channel: one-sided writes between registered memory, with a notification after each.
 
 A backend is one family of files beside this one, with one subclass of each class here, reached through `registry`. It
-moves bytes and says what became of them. It never retries, sleeps, chooses or keeps deadlines: that is policy, and
-lives above, in `pdx.node`. No I/O here.
+moves bytes and reports the outcome. It never retries, sleeps, chooses or keeps deadlines: that is policy, and belongs
+to `pdx.node`. No I/O here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKEN_BYTES = 16
 MAX_DETAIL_BYTES = 64 << 10
 MAX_NOTIFY_BYTES = 64 << 10
 MAX_PIECES = 4096  # in one write
-# What a listener keeps for `take`, of one session: each counts for its payload, the objects and its places in queues.
+# What a listener keeps of one session for `take`. A notification counts for its payload, and this for its objects.
 MAX_UNTAKEN_BYTES = 4 << 20
 NOTIFICATION_BYTES = 1 << 10
 
@@ -49,7 +49,7 @@ class Piece(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RemoteRegion(msgspec.Struct, array_like=True, frozen=True):
-    """A peer's region as it may be told to others: all that is needed to write to it, for one session.
+    """A region as it is described to a writer: all that is needed to write to it in one session.
 
     `token` is the session's secret; `detail` is the backend's own (an address, an agent's metadata), typed and bounded
     on decode like any message.
@@ -62,14 +62,14 @@ class RemoteRegion(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Notification(msgspec.Struct, frozen=True):
-    """All bytes of one write of the session `token` have landed; `payload` is what its writer said with it."""
+    """All bytes of one write of the session `token` have landed; `payload` is what its writer sent with it."""
 
     token: bytes
     payload: bytes
 
 
 class Availability(msgspec.Struct, frozen=True):
-    """Whether a scheme can work on this machine; if not, why, and what would change that."""
+    """Whether a scheme can work on this machine; if not, why, and how to fix that."""
 
     is_ok: bool
     why: str = ""
@@ -77,10 +77,10 @@ class Availability(msgspec.Struct, frozen=True):
 
 
 class Memory:
-    """A block of host memory to be registered. `path`: the file it maps from offset 0, where there is one. `gpu`: the
-    UUID of the GPU that memory lies on, empty for the host's.
+    """A block of host memory to be registered. `path`: the file it maps from offset 0, if there is one. `gpu`: the UUID
+    of the GPU that the memory lies on, empty for the host's.
 
-    It keeps the mapping alive until `release`, which whoever made it calls behind the end of every region over it.
+    It keeps the mapping alive until `release`, which its creator calls after the end of every region over it.
     """
 
     gpu = ""
@@ -96,9 +96,9 @@ class Memory:
         return f"<Memory {self.nbytes >> 10} KiB {self._path or 'anonymous'}>"
 
     def release(self) -> None:
-        """Nobody uses it any more: the mapping may end, whoever still holds this object. Idempotent."""
+        """Let the mapping end, even if something still holds this object. Idempotent."""
         self._anchor = None
-        with contextlib.suppress(BufferError):  # somebody has a buffer of it: the mapping goes with that
+        with contextlib.suppress(BufferError):  # a buffer of it still exists: the mapping ends with that
             self._view.release()
 
     @property
@@ -113,14 +113,14 @@ class Memory:
 
 
 class GpuMemory(Memory):
-    """The first `nbytes` of a block of GPU memory. It has no view and no file; asking for them is the error that a
-    backend which moves host memory only must raise anyway.
+    """The first `nbytes` of a block of GPU memory. It has no view and no file: asking for them raises the error that a
+    backend for host memory alone has to raise anyway.
 
-    `device` stays its owner's, who closes it, after every region over it.
+    `device` stays its owner's, which closes it after every region over it.
     """
 
     def __init__(self, device: DeviceMemory, nbytes: int = 0) -> None:
-        """`nbytes`: less than all of it; the driver rounds up."""
+        """`nbytes`: how much of it, since the driver rounds up; 0: all."""
         self._device = device
         self.nbytes = nbytes or device.nbytes
         self.address = device.address
@@ -130,7 +130,7 @@ class GpuMemory(Memory):
         return f"<GpuMemory {self.nbytes >> 10} KiB of {self.gpu}>"
 
     def release(self) -> None:
-        """The device is its owner's."""
+        """No-op: the device is its owner's."""
 
     @property
     def view(self) -> memoryview:
@@ -143,8 +143,8 @@ class GpuMemory(Memory):
         raise ChannelUnavailable(f"{self} is no file")
 
     def export(self) -> tuple[Handle, int]:
-        """What another process of this host opens it with: a handle and a descriptor, which is the caller's to close
-        (-1 if there is none).
+        """What another process of this host opens it with: a handle, and a descriptor that the caller closes (-1:
+        none).
 
         :raises GpuError: the driver cannot.
         """
@@ -152,11 +152,11 @@ class GpuMemory(Memory):
 
 
 class Transfer(ABC):
-    """One write under way. Any thread may use it.
+    """One write in flight. Thread-safe.
 
     Once `poll()` is True it stays True, the local bytes may be reused, and nothing of this write will be sent any more.
     A failure is a completion, too: `error` says which. Without an error every byte is in the remote memory and its
-    owner gets the notification. Of one that ended with `ChannelBroken` bytes may have landed, and may land until its
+    owner gets the notification. After a `ChannelBroken`, bytes may have landed, and may still land until the write's
     spans are revoked: nothing else may be written there before.
     """
 
@@ -176,7 +176,7 @@ class Transfer(ABC):
         """Do not begin what has not begun; completion follows, with or without an error. Never blocks. Idempotent."""
 
     def finish(self, error: ChannelError | None) -> None:
-        """It is over: the first call counts. For its backend."""
+        """Complete the transfer: the first call counts. For its backend."""
         if not self._is_over:
             self.error = error
             self._is_over = True
@@ -184,10 +184,10 @@ class Transfer(ABC):
 
 
 class Channel(ABC):
-    """The way from a local region to one remote region. One thread writes; `close` may come from another.
+    """The connection from a local region to one remote region. One thread writes; another may call `close`.
 
-    Where writes are not checked and cannot be stopped, one that is closed or aborted may still read local memory and
-    write remote memory until it ends. It is never notified of, and `Listener.revoke` tells when it has ended.
+    If writes are neither checked nor can be stopped, one that is closed or aborted may still read local memory and
+    write remote memory until it ends. It is never notified, and `Listener.revoke` tells when it has ended.
     """
 
     is_closed = False  # its region need not close it any more
@@ -196,7 +196,7 @@ class Channel(ABC):
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
         """Start to write the pieces; their bytes must not change until the transfer is over. Never blocks for long.
 
-        Writes may complete in any order. A broken channel gives a transfer that is over, with the error.
+        Writes may complete in any order. A broken channel returns a transfer that is over, with the error.
 
         :raises ValueError: a piece lies outside a region, there are none or more than MAX_PIECES, or `notify` is longer
             than MAX_NOTIFY_BYTES.
@@ -204,45 +204,44 @@ class Channel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End it; transfers under way complete with `ChannelBroken`. Idempotent."""
+        """End the channel; transfers in flight complete with `ChannelBroken`. Idempotent."""
 
 
 class Listener(ABC):
-    """The receiving side of a region. Any thread may use it.
+    """The receiving side of a region. Thread-safe.
 
-    A session is one peer's permission to write, named by its token; what it may write to is granted span by span.
-    Where the technology lets the receiver look at a write before it lands (`Region.checks_writes`), a write that is not
+    A session is one peer's permission to write, named by its token; what it may write to is granted span by span. If
+    the technology lets the receiver look at a write before it lands (`Region.checks_writes`), a write that is not
     wholly inside granted spans of its session is refused: nothing of it is written, and the writer's transfer ends with
     `WriteRefused`.
     """
 
     @abstractmethod
     def invite(self, token: bytes) -> RemoteRegion:
-        """Open a session under this fresh secret; what its peer needs to connect."""
+        """Open a session under this fresh secret. Returns what its peer needs to connect."""
 
     @abstractmethod
     def grant(self, token: bytes, offset: int, nbytes: int) -> None:
-        """The session may write to [offset, offset + nbytes) from now on."""
+        """Let the session write to [offset, offset + nbytes) from now on."""
 
     @abstractmethod
     def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
-        """Take back a span as it was granted. True: from now on nothing of this session lands there. False: something
-        may be landing right now, ask again. Where writes are not checked it stays False until the session is known to
-        be over. A span that is not granted (any more) is True.
+        """Revoke a span as it was granted. True: from now on nothing of this session lands there. False: something may
+        be landing right now, ask again. If writes are not checked, it stays False until the session is known to be
+        over. For a span that is not granted (any more) it is True.
         """
 
     @abstractmethod
     def take(self) -> list[Notification]:
         """The notifications since the last call. Never blocks.
 
-        Of one session there are MAX_UNTAKEN_BYTES and one write of each of its connections at most. Further writes are
-        not over before some were taken; where writes are not checked, their notifications are lost instead.
+        Of one session at most MAX_UNTAKEN_BYTES are kept, and one write per connection. Further writes do not complete
+        before some were taken; if writes are not checked, their notifications are lost instead.
         """
 
     @abstractmethod
     def expel(self, token: bytes) -> None:
-        """End a session: its connections are closed and its grants are gone, but for `revoke` to ask about.
-        Idempotent."""
+        """End a session: its connections are closed, and its grants are gone except for `revoke`. Idempotent."""
 
     @abstractmethod
     def close(self) -> None:
@@ -252,23 +251,23 @@ class Listener(ABC):
 class Region(ABC):
     """Local memory registered with one technology, once; the root of all its channels and of its listener.
 
-    Closing it closes them. Threads and descriptors that a backend needs are its own and end with `close`. Any thread
-    may use it. A backend says how it listens (`_listening`) and connects (`_connected`), or overrides more.
+    Closing it closes them. Threads and descriptors that a backend needs are its own and end with `close`. Thread-safe.
+    A backend implements how it listens (`_listening`) and connects (`_connected`), or overrides more.
     """
 
     scheme: ClassVar[str]
     crosses_wire: ClassVar[bool] = True  # bytes leave the host's memory, so digests are due
     checks_writes: ClassVar[bool] = True  # see Listener; if not, only a silent or dead peer is known not to write
-    is_polled: ClassVar[bool] = False  # `wake` may not be set: somebody must poll transfers and `take`
+    is_polled: ClassVar[bool] = False  # `wake` may not be set: callers must poll transfers and `take`
     takes_gpus: ClassVar[bool] = False  # memory may be a GPU's
-    # Only who holds a session's token can reach the memory. If not, whoever reaches the technology's own ports is
-    # trusted, so it is used only where the user says so.
+    # Only holders of a session's token can reach the memory. If not, everyone who reaches the technology's own ports is
+    # trusted, so it is used only if the user says so.
     is_authenticated: ClassVar[bool] = True
     takes_codec: ClassVar[bool] = False  # whether `codec` may be "lossless"
     codec: str = "none"  # by which channels encode what they send, to peers that decode it; set before they connect
 
     def __init__(self, memory: Memory, host: str, wake: threading.Event) -> None:
-        """See `register`, which others call."""
+        """Not for callers, which use `register`."""
         self.memory = memory
         self.host = host
         self.wake = wake
@@ -300,7 +299,7 @@ class Region(ABC):
         return cls(memory, host, wake or threading.Event())
 
     def listen(self) -> Listener:
-        """Begin to receive; the same listener each time. :raises ChannelUnavailable: the address cannot be had."""
+        """Begin to receive; the same listener each time. :raises ChannelUnavailable: it cannot listen there."""
         with self._lock:
             if not self._is_open:
                 raise ChannelUnavailable("the region is closed")
@@ -310,7 +309,7 @@ class Region(ABC):
 
     def connect(self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: threading.Event | None = None) -> Channel:
         """A channel to a peer's region. Blocks up to `timeout_s`. `wake` is set, by any thread, when a transfer of this
-        channel is over; by default it is the region's. So a write to one peer wakes nobody who waits for another one.
+        channel is over; by default it is the region's. So a write to one peer wakes no thread that waits for another.
 
         :raises ChannelBroken: the peer does not answer or does not know the token.
         :raises ChannelUnavailable: this scheme cannot reach it (another host, another version).
@@ -347,7 +346,7 @@ class Region(ABC):
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], packed: Buffer, error: type[PdxError], what: str) -> T:
-    """What a peer has sent, typed and bounded. :raises error: it is not `what` it should be."""
+    """Decode what a peer has sent, typed and bounded. :raises error: it is not `what` it should be."""
     try:
         return decoder.decode(packed)
     except (msgspec.DecodeError, ValueError, RecursionError) as why:
@@ -355,7 +354,7 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], packed: Buffer, error: type[Pdx
 
 
 def check_write(pieces: Sequence[Piece], notify: bytes, local_nbytes: int, remote_nbytes: int) -> None:
-    """What every backend's `write` checks first. :raises ValueError: see `Channel.write`."""
+    """Check what every backend's `write` checks first. :raises ValueError: see `Channel.write`."""
     if not 0 < len(pieces) <= MAX_PIECES:
         raise ValueError(f"a write has {len(pieces)} pieces; 1 to {MAX_PIECES} are possible")
     if len(notify) > MAX_NOTIFY_BYTES:
@@ -367,8 +366,8 @@ def check_write(pieces: Sequence[Piece], notify: bytes, local_nbytes: int, remot
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same bytes, with neighbours joined that are neighbours on both sides. For backends that send each piece by
-    itself: writer and reader come to the same result.
+    """The same bytes, with pieces joined that are adjacent on both sides. For backends that send each piece by itself:
+    writer and reader come to the same result.
     """
     found: list[Piece] = []
     local, remote, nbytes = pieces[0].local, pieces[0].remote, pieces[0].nbytes

@@ -5,8 +5,8 @@ handle, or the file of a host region. The reader opens it, checks each write aga
 to device (over NVLink between two GPUs), or between device and host. The reader's own GPU copies; if its region is the
 host's, the writer's does.
 
-Memory under a descriptor lives as long as either side has it. That under a legacy handle goes with its process: a copy
-behind which the writer has begun to die does not count.
+Memory under a descriptor lives as long as either side has it. Memory under a legacy handle ends with its process: a
+copy does not count if the writer has begun to die by its end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CudaSource(Source):
     """A GPU's memory, or a file of the host's. Owns the mapping and a copying stream."""
 
     def __init__(self, gpu: Gpu, block: DeviceMemory | Mapping, *, lock: PageLock | None = None, pid: int = 0) -> None:
-        """`gpu` copies. `pid`: the process with which the memory goes, 0 if it outlives its writer."""
+        """`gpu` copies. `pid`: the process that the memory ends with, 0 if it outlives its writer."""
         self.address = block.address
         self.nbytes = block.nbytes
         self._gpu = gpu
@@ -79,7 +79,7 @@ class CudaSource(Source):
         """Map a file in host memory, and page-lock it in the background, for copies by `gpu`. `fd` stays the caller's.
 
         :raises ProtocolError: there is no descriptor.
-        :raises ChannelUnavailable: it is no file of ours, or cannot be mapped.
+        :raises ChannelUnavailable: it is no file of this user, or cannot be mapped.
         """
         if fd < 0:
             raise ProtocolError("a greeting without a file")
@@ -102,21 +102,21 @@ class CudaSource(Source):
             raise ConnectionError("the writer died, and its memory with it")
 
     def close(self) -> None:
-        """Unmap everything; no thread copies any more. What CUDA does not give back it has logged."""
+        """Unmap everything; no thread may copy any more. Errors of CUDA are logged."""
         self._give_up()
         if self._lock is not None:
             self._lock.close()
         self._block.close()
 
     def _give_up(self) -> None:
-        """End the stream, which waits once more: what did begin must not land when nobody expects it any more."""
+        """End the stream, which waits once more: copies that have begun must not land later."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
 
 
 def locked(block: Mapping | Memory, gpu: Gpu, *, is_read_only: bool = False) -> PageLock | None:
-    """Page-lock host memory in the background. Where that is refused, copies are slower, which is logged."""
+    """Page-lock host memory in the background. If that is refused, copies are slower, which is logged."""
 
     def refused(why: str) -> None:
         _log.warning("channel cuda_ipc copies slowly: %s", why)
@@ -181,7 +181,7 @@ class CudaIpcRegion(LocalRegion):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Where a driver finds a GPU. Makes no CUDA context."""
+        """Whether a driver finds a GPU. Makes no CUDA context."""
         found = super().availability()
         if found.is_ok and (why := why_no_gpu()):
             return Availability(is_ok=False, why=why, fix=_FIX)

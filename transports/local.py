@@ -1,13 +1,13 @@
-"""Channels between processes of one user on one host: the writer hands its memory over with the greeting of each
-stream, the reader copies from it.
+"""Channels between processes of one user on one host: the writer hands over its memory with the greeting of each
+stream, and the reader copies from it.
 
-So the reader checks each write before a byte lands, no path from a peer is opened, nobody writes to anybody's memory
-(files are mapped to be read; CUDA maps a GPU's memory for both), and containers need not agree on paths. Then the
-writer sends the heads of writes, which say what is to be copied from where. Two streams are two copying threads in the
-reader.
+So the reader checks each write before a byte lands and opens no path from a peer, neither process writes to the other's
+memory (files are mapped read-only; CUDA maps a GPU's memory for reads and writes), and containers need not agree on
+paths. Afterwards the writer sends the heads of writes, which say what to copy from where. Two streams mean two copying
+threads.
 
-Sockets lie in the abstract namespace: nothing is left behind by a process that was killed. Anybody may connect, so both
-ends look at the other's user before they say anything.
+Sockets are in the abstract namespace: a killed process leaves nothing behind. Anyone may connect, so both ends check
+the other's user before they send anything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LENGTH = struct.Struct("!H")
 
 
 class Address(msgspec.Struct, array_like=True, frozen=True):
-    """Where a listener is: the boot of a host, its network namespace, and a name in it that nobody can guess.
+    """Where a listener is: the boot of a host, its network namespace, and an unguessable name in it.
 
     `gpu`: the UUID of the GPU that its memory lies on, empty for host memory.
     """
@@ -57,7 +57,7 @@ _addresses = msgspec.msgpack.Decoder(Address)
 
 
 def address_in(remote: RemoteRegion) -> Address:
-    """The address that a peer has told. :raises ChannelUnavailable: it is none, or leads to another host."""
+    """The address in a peer's detail. :raises ChannelUnavailable: it is none, or leads to another host."""
     address = decoded(_addresses, remote.detail, ChannelUnavailable, f"an address of a {remote.scheme} listener")
     if (address.boot, address.network) != _here():
         raise ChannelUnavailable("the peer runs on another host, or in another network namespace")
@@ -69,16 +69,16 @@ def hand_over(stream: socket.socket, packed: bytes, fd: int) -> None:
     assert len(packed) <= MAX_EXPORT_BYTES, len(packed)
     frame = _LENGTH.pack(len(packed)) + packed
     sent = socket.send_fds(stream, [frame], [fd] if fd >= 0 else [])
-    # Not even an empty rest: the reader may have answered and closed by then, which would hide its answer.
+    # Do not send an empty rest: the reader may have answered and closed by then, and an error would hide its answer.
     if sent < len(frame):
         stream.sendall(frame[sent:])
 
 
 def take_over(stream: socket.socket) -> tuple[bytes, int]:
-    """What was sent by `hand_over`: the descriptor is the caller's to close, or -1. Within the stream's timeout.
+    """Receive what `hand_over` sent, within the stream's timeout. The caller closes the descriptor (-1: none).
 
     :raises ProtocolError: it is too long.
-    :raises OSError: the stream broke, or the time is over.
+    :raises OSError: the stream broke, or timed out.
     """
     left_s = stream.gettimeout()
     deadline = time.monotonic() + (5.0 if left_s is None else left_s)
@@ -101,7 +101,7 @@ def _rest(stream: socket.socket, nbytes: int, deadline: float) -> bytes:
     return bytes(rest)
 
 
-@functools.cache  # no process of ours changes either, and a node without descriptors must go on inviting peers
+@functools.cache  # neither changes in a process, and a node without free descriptors must go on inviting peers
 def _here() -> tuple[str, str]:
     return host_id(), os.readlink(_NETWORK)
 
@@ -118,16 +118,15 @@ class Source(ABC):
 
     @abstractmethod
     def copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
-        """Make these copies (to an address, from an address, bytes), all together; none runs on when this has returned
-        or raised.
+        """Make these copies (to address, from address, bytes), all together; none runs on after this returns or raises.
 
-        :raises ConnectionError: the writer is gone, and its bytes may have been others.
+        :raises ConnectionError: the writer is gone, and the bytes may not have been its own.
         :raises ChannelBroken: they cannot be copied.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Nobody reads it any more. Once."""
+        """Release it: nothing reads it any more. Call once."""
 
 
 class LocalListener(StreamListener):
@@ -147,9 +146,9 @@ class LocalListener(StreamListener):
 
     @abstractmethod
     def _open(self, packed: bytes, fd: int, pid: int) -> Source:
-        """Open what the process `pid` has handed over; `fd` is closed behind this call, -1 if there was none.
+        """Open what the process `pid` has handed over; `fd` is closed after this call, -1 if there was none.
 
-        :raises ProtocolError: it is nothing that a writer hands over.
+        :raises ProtocolError: it is not what a writer hands over.
         :raises ChannelUnavailable: it cannot be opened here.
         """
 
@@ -174,9 +173,9 @@ class LocalListener(StreamListener):
                 raise ProtocolError(f"{piece} lies outside of the writer's {source.nbytes} bytes")
         to, of = self.memory.address, source.address
         source.copy([(to + piece.remote, of + piece.local, piece.nbytes) for piece in pieces])
-        # A writer that closes its channel shuts the stream first and uses its memory again then: a copy behind which
-        # the stream is still open was made of the right bytes. Any other must not be notified. There may be frames to
-        # be read on a stream that is shut.
+        # A writer that closes its channel first shuts the stream, and then reuses its memory: if the stream is still
+        # open after a copy, the right bytes were copied. Otherwise the write must not be notified. A stream that is
+        # shut may still have frames to be read.
         poller = select.poll()
         poller.register(stream, select.POLLRDHUP)
         if poller.poll(0):
@@ -188,7 +187,7 @@ class LocalRegion(StreamRegion):
 
     crosses_wire: ClassVar[bool] = False
     sends_bytes: ClassVar[bool] = False
-    fd = -1  # of the memory's file, opened to be read by peers; -1: none
+    fd = -1  # of the memory's file, opened read-only for peers; -1: none
 
     @classmethod
     def availability(cls) -> Availability:
@@ -227,7 +226,7 @@ class LocalRegion(StreamRegion):
         try:
             stream.settimeout(timeout_s)
             stream.connect(_socket_name(self.scheme, address.name))
-            if (uid := peer_of(stream).uid) != os.geteuid():  # else somebody else would learn the token
+            if (uid := peer_of(stream).uid) != os.geteuid():  # another user must not learn the token
                 raise ConnectionError(f"user {uid} listens there")
         except OSError:
             stream.close()

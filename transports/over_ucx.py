@@ -1,7 +1,7 @@
-"""What channels over UCX have in common, whichever library has UCX in it: their settings, and details that only who
-holds the session's token could have made, and that arrived as they were made.
+"""What channels over UCX have in common, whichever library contains UCX: settings, and details under a code, which only
+a holder of the session's token can make.
 
-Native libraries parse what is inside (addresses, keys of memory); they are not made for bytes that somebody changed.
+Native libraries parse what is inside (addresses, keys of memory); they are not made for altered bytes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _MAC_BYTES = 32
 
 
 def settings_for(host: str, **more: str) -> dict[str, str]:
-    """Of UCX: it listens on the loopback interface alone if `host` is a loopback address, else on every interface; a
-    dead process of this host is noticed after two keepalive intervals."""
+    """UCX's settings: it listens only on the loopback interface if `host` is a loopback address, else on every
+    interface; it notices a dead process of this host after two keepalive intervals."""
     is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     return {"KEEPALIVE_INTERVAL": "1s", **({"NET_DEVICES": "lo"} if is_loopback else {}), **more}
 
 
 def sealed(remote: RemoteRegion) -> RemoteRegion:
-    """The same, its detail under a code made with the token."""
+    """The same region, with its detail under a code made with the token."""
     return msgspec.structs.replace(remote, detail=_code(remote, remote.detail) + remote.detail)
 
 
 def unsealed(remote: RemoteRegion) -> bytes:
-    """The detail again.
+    """The detail of a sealed region.
 
-    :raises ChannelBroken: it is not as it was made, or was made with another token or by another scheme.
+    :raises ChannelBroken: it was altered, or made with another token or by another scheme.
     """
     code, detail = remote.detail[:_MAC_BYTES], remote.detail[_MAC_BYTES:]
     if not hmac.compare_digest(code, _code(remote, detail)):

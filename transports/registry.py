@@ -1,4 +1,4 @@
-"""Channels by name. Ours are listed here; anybody else's come by an entry point of the group `pdx.channels`.
+"""Channels by name. PDX's own are listed here; others come by an entry point of the group `pdx.channels`.
 
     [project.entry-points."pdx.channels"]
     myscheme = "mypackage.mymodule:MyRegion"
@@ -23,14 +23,14 @@ _OURS = {
     "nixl": "pdx.transports.nixl.region:NixlRegion",
     "ucx": "pdx.transports.ucx.region:UcxRegion",
 }
-# Not opened beside the other unless both are named: each brings a UCX of its own, and a process with both has crashed.
+# Not opened together unless both are named: each brings a UCX of its own, and a process with both has crashed.
 CLASHES = {"ucx": "nixl"}
-BY_NAME = {"tls"}  # not chosen where it is not named
-FOR_GPUS = "cuda_ipc"  # comes first where the memory is a GPU's
+BY_NAME = {"tls"}  # chosen only if named
+FOR_GPUS = "cuda_ipc"  # comes first for a GPU's memory
 
 
 def schemes(*, on_gpu: bool = False) -> list[str]:
-    """All names, ours first, in the order in which to try them for memory of the host or of a GPU."""
+    """All names, PDX's own first, in the order in which to try them for memory of the host or of a GPU."""
     found = {point.name for point in entry_points(group=GROUP)}
     names = [*_OURS, *sorted(found - _OURS.keys())]
     return sorted(names, key=lambda name: name != FOR_GPUS) if on_gpu else names
@@ -39,7 +39,7 @@ def schemes(*, on_gpu: bool = False) -> list[str]:
 def find(scheme: str) -> type[Region]:
     """The class behind a name.
 
-    :raises ConfigError: nobody provides it.
+    :raises ConfigError: there is no such channel.
     :raises ChannelUnavailable: its module does not import, or has no such class.
     """
     target = _OURS.get(scheme)

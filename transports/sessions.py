@@ -1,4 +1,4 @@
-"""Who may write where, and what has landed: the one table of a listener, whatever carries the bytes. No I/O."""
+"""Who may write where, and what has landed: the one table of a listener, for any transport. No I/O."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WriteSession:
     def __init__(self, token: bytes = b"") -> None:
         self.token = token
         self.is_open = True
-        self.untaken_bytes = 0  # of notifications that nobody has taken
+        self.untaken_bytes = 0  # of notifications that were not taken yet
         self.granted: dict[int, int] = {}  # offset -> bytes
         self._starts: list[int] = []  # the same offsets, sorted
         self._in_use: dict[int, int] = {}  # offset of the span -> writes landing in it, also after it was revoked
@@ -38,7 +38,7 @@ class WriteSession:
 
     @property
     def has_room(self) -> bool:
-        """Whether another write of it may be received, or it is over, so that none will be."""
+        """Whether another of its writes may be received; also if it is over, so that none will be."""
         return self.untaken_bytes < MAX_UNTAKEN_BYTES or not self.is_open
 
     def grant(self, offset: int, nbytes: int) -> None:
@@ -54,15 +54,15 @@ class WriteSession:
         return not self._in_use.get(offset)
 
     def end(self) -> None:
-        """It is over, and nothing is granted any more."""
+        """End the session and all its grants."""
         self.is_open = False
         self.granted.clear()
         self._starts.clear()
 
     def enter(self, spans: Iterable[tuple[int, int]]) -> list[int] | None:
-        """All of these (offset, nbytes) are about to be written; what to `leave` with, None if one is not granted.
+        """Note these (offset, nbytes) as about to be written. Returns what to `leave` with; None: one is not granted.
 
-        Each must lie inside one granted span. It costs the logarithm of the granted spans for each.
+        Each must lie inside one granted span. Each costs the logarithm of the number of granted spans.
         """
         entered = []
         for offset, nbytes in spans:
@@ -76,7 +76,7 @@ class WriteSession:
         return entered
 
     def leave(self, entered: Iterable[int]) -> None:
-        """These are written, or never will be."""
+        """Note that these were written, or never will be."""
         for start in entered:
             self._in_use[start] -= 1
             if not self._in_use[start]:
@@ -84,9 +84,9 @@ class WriteSession:
 
 
 class SessionListener(Listener):
-    """The half of a listener that is the same whatever carries the bytes: sessions, what is granted to them, and
-    notifications. A subclass receives: each write of a session goes through `enter`, and then `land` or `leave`, on any
-    thread. `wake` is set without the lock."""
+    """The half of a listener that is the same for any transport: sessions, their grants, and notifications. A subclass
+    receives: each write of a session goes through `enter`, and then `land` or `leave`, on any thread. `wake` is set
+    outside the lock."""
 
     def __init__(self, scheme: str, nbytes: int, wake: threading.Event, detail: bytes) -> None:
         """For a region of `nbytes` bytes. `detail`: what a peer needs to connect."""
@@ -94,15 +94,15 @@ class SessionListener(Listener):
         self._nbytes = nbytes
         self._wake = wake
         self._detail = detail
-        # Guards all below, everything in the sessions, and what subclasses say; a thread that has it may take it again.
-        # An expelled session stays until its last write has left. Waited for: room for notifications.
+        # Guards all below, everything in the sessions, and what subclasses say; reentrant. An expelled session stays
+        # until its last write has left. The condition is room for notifications.
         self._lock = threading.Condition()
         self._sessions: dict[bytes, WriteSession] = {}
         self._untaken: list[Notification] = []
-        self._unheard: set[WriteSession] = set()  # whose they are
+        self._unheard: set[WriteSession] = set()  # their sessions
 
     def invite(self, token: bytes) -> RemoteRegion:
-        """:raises ValueError: the token is no fresh one."""
+        """:raises ValueError: the token is not fresh."""
         with self._lock:
             if len(token) != TOKEN_BYTES or token in self._sessions:
                 raise ValueError("a session needs a fresh token")
@@ -110,9 +110,9 @@ class SessionListener(Listener):
         return RemoteRegion(self.scheme, self._nbytes, token, self._detail)
 
     def find(self, token: bytes) -> WriteSession | None:
-        """The open session of a token that a stranger showed.
+        """The open session of a token that a stranger has shown.
 
-        How long this takes says nothing of the tokens there are: they are found by a hash with a secret of the process.
+        The time that this takes says nothing about existing tokens: their hash uses a secret of the process.
         """
         with self._lock:
             session = self._sessions.get(token)
@@ -146,18 +146,18 @@ class SessionListener(Listener):
             self._lock.notify_all()
 
     def enter(self, session: WriteSession, pieces: Sequence[Piece]) -> list[int] | None:
-        """These pieces are about to land: what to `leave` or `land` with, None if one of them may not."""
+        """Note these pieces as about to land. Returns what to `leave` or `land` with; None: one of them may not."""
         with self._lock:
             return session.enter((piece.remote, piece.nbytes) for piece in pieces) if session.is_open else None
 
     def leave(self, session: WriteSession, entered: Iterable[int]) -> None:
-        """The write that entered so has failed; nothing of it will land any more."""
+        """The write with these entries has failed; nothing of it will land any more."""
         with self._lock:
             session.leave(entered)
             self._forget(session)
 
     def land(self, session: WriteSession, entered: Iterable[int], payload: bytes) -> bool:
-        """The write that entered so has landed. False if its session was expelled meanwhile: nobody hears of it."""
+        """The write with these entries has landed. False: its session was expelled meanwhile, so it is not notified."""
         with self._lock:
             is_open = session.is_open
             if is_open:
@@ -169,7 +169,7 @@ class SessionListener(Listener):
         return is_open
 
     def wait_for_room(self, session: WriteSession) -> bool:
-        """Wait until another write of this session may be received; False: it is over."""
+        """Wait until another write of this session may be received. False: the session is over."""
         with self._lock:
             self._lock.wait_for(lambda: session.has_room)
             return session.is_open

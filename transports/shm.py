@@ -1,4 +1,4 @@
-"""Shared memory: between nodes of one user on one host. What is handed over is the memory's file, opened to be read."""
+"""Shared memory: between nodes of one user on one host. The writer hands over its memory's file, opened read-only."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Mapping(Source):
-    """Read-only memory at `address`. Whoever owns the file could cut it short under us, which ends this process; so it
-    must be of our own user, who could end us anyway."""
+    """Read-only memory at `address`. The file's owner could truncate it, which ends this process; so the owner must be
+    this process's own user, who could end it anyway."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
@@ -41,9 +41,9 @@ class Mapping(Source):
 
     @classmethod
     def open(cls, fd: int) -> Mapping:
-        """Map the whole file. Its pages are brought in by a thread, so that no copy waits for them.
+        """Map the whole file. A thread faults in its pages, so that no copy waits for them.
 
-        :raises ChannelUnavailable: it is no file of ours, or cannot be mapped.
+        :raises ChannelUnavailable: it is no file of this user, or cannot be mapped.
         """
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not 0 < found.st_size <= _MAX_BYTES:
@@ -60,7 +60,7 @@ class Mapping(Source):
             ctypes.memmove(*each)
 
     def close(self) -> None:
-        """Unmap it; nobody may read it any more. Once."""
+        """Unmap it; nothing may read it any more. Call once."""
         self._closing.set()
         self._populating.join()
         _libc.munmap(self.address, self.nbytes)

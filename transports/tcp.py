@@ -1,9 +1,9 @@
 """TCP: works between any two hosts. Bytes go from memory to the socket and from the socket to memory, without a copy;
-or encoded, where the writer is asked to and the reader says that it decodes them.
+or encoded, if the writer is asked to and the reader says that it decodes them.
 
-A channel is two streams, and each write goes over one of them. Nothing is encrypted, as it is by `pdx.transports.tls`:
-the session's token, which came over the authenticated connection of the nodes, opens a stream, but whoever can read the
-network can read it. Streams may be idle for ever; `_prepare` says how dead peers are noticed.
+A channel is two streams, and each write goes over one of them. Unlike by `pdx.transports.tls`, nothing is encrypted:
+the session's token, which came over the nodes' authenticated connection, opens a stream, but anyone who can read the
+network can read it. Streams may be idle forever; `_prepare` says how dead peers are noticed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TcpListener(StreamListener):
 
 
 class TcpRegion(StreamRegion):
-    """Any memory; nothing is registered anywhere. It listens on `host` and no other address, at a port that is free."""
+    """Any host memory; nothing is registered anywhere. It listens on `host` and no other address, at a free port."""
 
     scheme: ClassVar[str] = "tcp"
     sends_bytes: ClassVar[bool] = True
@@ -92,12 +92,12 @@ class TcpRegion(StreamRegion):
 
 
 def address_of(detail: bytes) -> Address:
-    """:raises ChannelUnavailable: it is none."""
+    """:raises ChannelUnavailable: it is no address."""
     return decoded(_addresses, detail, ChannelUnavailable, "an address of a tcp listener")
 
 
 def _prepare(stream: socket.socket) -> None:
-    """Options of both ends of a stream."""
+    """Set options of either end of a stream."""
     # Heads and acknowledgements are small and urgent.
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # An idle stream has no deadline, so the kernel asks now and then whether the other host still is there; that also
@@ -106,7 +106,7 @@ def _prepare(stream: socket.socket) -> None:
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
-    # With bytes on their way there are no probes: retransmission alone would take a quarter of an hour to give up.
+    # With bytes in flight there are no probes: retransmission alone would take a quarter of an hour to give up.
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_S * 1000)
 
 
@@ -122,7 +122,7 @@ def bind(host: str) -> socket.socket:
 
 
 def _target(detail: bytes) -> tuple[socket.AddressFamily, Any]:
-    """Where to connect, from what a peer has told."""
+    """Where to connect, according to a peer's detail."""
     address = address_of(detail)
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

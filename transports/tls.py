@@ -1,5 +1,5 @@
-"""TCP with TLS 1.3 (`pdx.transports.streams.sealed`): for networks where somebody may listen. It is chosen where it is
-named and nowhere else, because `tcp` takes a quarter of the processor's time."""
+"""TCP with TLS 1.3 (`pdx.transports.streams.sealed`): for networks where others may listen. It is chosen only if it is
+named, because `tcp` takes a quarter of its CPU time."""
 
 from __future__ import annotations
 

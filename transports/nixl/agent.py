@@ -33,7 +33,7 @@ _PROGRESS_US = 1000  # NIXL's thread sleeps until UCX wakes it, at most so long;
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
-    """Where memory lies: the host's, or of the device with this number in the process that registered it."""
+    """Where memory lies: on the host, or on the device with this number in the process that registered it."""
 
     segment: Literal["DRAM_SEG", "VRAM_SEG"] = "DRAM_SEG"
     device: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
@@ -96,10 +96,10 @@ def availability() -> Availability:
 
 
 class NixlAgent:
-    """An agent and the memory it has registered: the border to the library, whose errors become ours here.
+    """An agent and the memory it has registered: the border to the library, which raises `errors`.
 
-    UCX asks the driver about events of a GPU, which ends the process where no context is current (NIXL issue 2102). So
-    an agent with a GPU's memory has no thread of NIXL's, and each call makes the context current in its own.
+    UCX asks the driver about events of a GPU, which ends the process if no context is current (NIXL issue 2102). So an
+    agent with a GPU's memory has no thread of NIXL's, and each call makes the context current in its own.
     """
 
     def __init__(self, memory: Memory, settings: dict[str, str]) -> None:
@@ -144,22 +144,22 @@ class NixlAgent:
         return descriptors
 
     def load(self, metadata: bytes) -> str:
-        """The name of the agent whose metadata this is; it can be written to now."""
+        """Load an agent's metadata, so that it can be written to. Returns its name."""
         name: bytes = self._library().loadRemoteMD(metadata)
         return name.decode()
 
     def unload(self, name: str) -> None:
-        """Disconnect; no request to it may be under way."""
+        """Disconnect; no request to it may be in flight."""
         with contextlib.suppress(self._bindings.nixlNotFoundError):  # NIXL has unloaded it when it lost it
             self._library().invalidateRemoteMD(name)
 
     def write(self, name: str, local: Sequence[Span], remote: Sequence[Span], place: Place) -> int:
-        """Begin to write from the registered memory to the other agent's, which lies at `place`; the handle."""
+        """Begin to write from the registered memory to the other agent's, which lies at `place`. Returns the handle."""
         lists = self._descriptors(local, self.place), self._descriptors(remote, place)
         return self._post(self._bindings.NIXL_WRITE, name, *lists)
 
     def read_byte(self, name: str, address: int, place: Place) -> int:
-        """Begin to read one byte, into nowhere; the handle."""
+        """Begin to read one byte, which is discarded. Returns the handle."""
         lists = self._descriptors([(self._page.address, 1)], _HOST), self._descriptors([(address, 1)], place)
         return self._post(self._bindings.NIXL_READ, name, *lists)
 
@@ -177,24 +177,24 @@ class NixlAgent:
         return handle
 
     def is_done(self, handle: int) -> bool:
-        """Whether it has succeeded; an error is raised."""
+        """Whether the request has succeeded; raises its error."""
         return bool(self._library().getXferStatus(handle) == self._bindings.NIXL_SUCCESS)
 
     def release(self, handle: int) -> None:
-        """Forget a request that is over. One that is under way is cancelled, which does not stop its bytes."""
+        """Forget a request that is over. One in flight is cancelled, which does not stop its bytes."""
         self._library().releaseXferReq(handle)
 
     def notify(self, name: str, message: bytes) -> None:
-        """Tell the other agent something."""
+        """Send the other agent a message."""
         self._library().genNotif(name, message, self._backends)
 
     def take(self) -> list[bytes]:
-        """All messages from others. Names of senders are theirs to choose; they are not looked at."""
+        """All messages from others. Senders choose their own names, which are ignored."""
         found: dict[str, list[bytes]] = self._library().getNotifs({}, self._backends)
         return [message for messages in found.values() for message in messages]
 
     def close(self) -> None:
-        """Deregister and end the agent with its thread. Nobody may use this object any more."""
+        """Deregister and end the agent with its thread. This object must not be used any more."""
         with contextlib.suppress(GpuError):  # its context is broken, and the memory gone with it
             for descriptors in self._registered:
                 self._library().deregisterMem(descriptors, self._backends)

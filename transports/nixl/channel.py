@@ -1,4 +1,4 @@
-"""A write by NIXL, and the channel it goes over. Regions and listeners are in `nixl`."""
+"""A write by NIXL, and the channel it goes over. Regions and listeners are in `pdx.transports.nixl.region`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdx.transports.nixl.region import NixlRegion
 
 
-LOOK_S = 0.0002  # between two looks after transfers while there are some
+LOOK_S = 0.0002  # between two polls of transfers, while there are some
 
 
 class NixlDetail(msgspec.Struct, array_like=True, frozen=True):
@@ -35,9 +35,9 @@ class NixlDetail(msgspec.Struct, array_like=True, frozen=True):
 
 
 class NixlPeer:
-    """Another agent as ours has loaded it: once, however many channels lead to it.
+    """A remote agent, which the local one loads once, however many channels lead to it.
 
-    It stays loaded until it breaks: NIXL's way of unloading one that is well leaves UCX's connection behind.
+    It stays loaded until it breaks: unloading a healthy one leaves UCX's connection behind in NIXL.
     """
 
     def __init__(self, detail: NixlDetail) -> None:
@@ -49,7 +49,7 @@ class NixlPeer:
 
 
 class NixlTransfer(Transfer):
-    """A request to NIXL. It holds the handle until NIXL is done with it, also when nobody waits for it any more."""
+    """A request to NIXL. It holds the handle until NIXL is done with it, even if nothing waits for it any more."""
 
     def __init__(self, channel: NixlChannel, handle: int | None, message: bytes) -> None:
         super().__init__(channel.wake)
@@ -60,17 +60,17 @@ class NixlTransfer(Transfer):
         self._is_aborted = False
 
     def poll(self) -> bool:
-        """The region looks, too, if nobody polls."""
+        """If it is not polled, the region advances it."""
         if not self._is_over:
             self.advance()
         return self._is_over
 
     def abort(self) -> None:
-        """NIXL has begun at once and cannot stop; when it is done, nobody is notified."""
+        """NIXL has begun at once and cannot stop; the write will not be notified."""
         self._is_aborted = True
 
     def advance(self) -> None:
-        """Look whether NIXL is done."""
+        """Check whether NIXL is done."""
         if not self._lock.acquire(blocking=False):
             return  # another thread is looking
         try:
@@ -96,12 +96,12 @@ class NixlTransfer(Transfer):
         self._channel.settle(self)
 
     def give_up(self, error: ChannelError) -> None:
-        """It is over for whoever waits."""
+        """End the transfer for its waiters."""
         with self._lock:
             self.finish(error)
 
     def drop(self) -> None:
-        """The agent ends."""
+        """Release the handle: the agent ends."""
         with self._lock:
             if self._handle is not None:
                 self._channel.agent.release(self._handle)
@@ -109,7 +109,7 @@ class NixlTransfer(Transfer):
 
 
 class NixlChannel(Channel):
-    """From our agent to one session of another one."""
+    """From the local agent to one session of a remote one."""
 
     def __init__(self, region: NixlRegion, peer: NixlPeer, remote: RemoteRegion, wake: threading.Event) -> None:
         self.wake = wake
@@ -125,7 +125,7 @@ class NixlChannel(Channel):
 
     @property
     def has_transfers(self) -> bool:
-        """Whether NIXL is still at some."""
+        """Whether NIXL has requests in flight."""
         return bool(self._transfers)
 
     def greet(self, timeout_s: float) -> None:
@@ -150,7 +150,7 @@ class NixlChannel(Channel):
         return self._begin(begin, self._message(WRITE, notify))
 
     def close(self) -> None:
-        """What NIXL is writing it goes on to write, in silence: nobody is notified of it."""
+        """NIXL goes on with writes in flight, which are not notified."""
         with self._lock:
             self._is_open = False
             self.is_closed = True
@@ -161,7 +161,7 @@ class NixlChannel(Channel):
             self.region.look_after()
 
     def sweep(self) -> bool:
-        """See what became of its transfers; whether NIXL is still at some."""
+        """Advance its transfers. Returns whether some are still in flight."""
         for transfer in list(self._transfers):
             transfer.advance()
         self._end_if_idle()

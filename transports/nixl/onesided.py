@@ -1,5 +1,5 @@
 """What a receiver of one-sided writes can know: what writers say, and whether their processes still exist. No I/O
-but reading /proc.
+except reading /proc.
 
 Every message names the session by its secret and the writer's connection within it. A session is over when it was
 expelled and each connection that it ever had has said goodbye, or belonged to a process of this host that is gone.
@@ -27,15 +27,15 @@ from pdx.transports.sessions import SessionListener, WriteSession
 HELLO, WRITE, BYE = range(3)
 NAME_BYTES = 8
 MAX_CONNECTIONS = 4096  # that one session may have at a time
-LOOK_S = 0.1  # between two looks whether a session's processes exist: as many spans as it has may be asked about
-SWEPT = 4  # sessions that were expelled, looked at for each new one
+LOOK_S = 0.1  # between two checks that a session's processes exist: `revoke` may ask about each of its spans
+SWEPT = 4  # expelled sessions that are checked for each new one
 
 _log = logging.getLogger(__name__)
 _HEAD = struct.Struct(f"!{TOKEN_BYTES}sB{NAME_BYTES}s")
 
 
 class Process(msgspec.Struct, array_like=True, frozen=True):
-    """A process for all time: its kernel's boot, its namespace of process ids, its id and when it started."""
+    """Identifies a process for all time: its kernel's boot, its PID namespace, its PID and when it started."""
 
     boot: Annotated[str, Meta(max_length=64)]
     namespace: Annotated[str, Meta(max_length=64)]
@@ -53,7 +53,7 @@ class Process(msgspec.Struct, array_like=True, frozen=True):
 
 
 def this_process() -> bytes:
-    """What a HELLO carries."""
+    """This process, as a HELLO carries it."""
     pid = os.getpid()
     stat = process_stat(pid)
     return msgspec.msgpack.encode(Process(*_place(), pid, 0 if stat is None else stat.started))
@@ -68,14 +68,14 @@ class _Session(WriteSession):
     def __init__(self, token: bytes) -> None:
         super().__init__(token)
         self.connections: dict[bytes, Process | None] = {}
-        self.look_at = 0.0  # when it is worth to look again at processes that existed
+        self.look_at = 0.0  # when to check again the processes that existed
         self.was_heard = False
-        self.is_uncounted = False  # it has had more connections than are kept: whether they have ended nobody knows
+        self.is_uncounted = False  # it has had more connections than are kept: their end cannot be known
 
     def is_over(self, now: float) -> bool:
-        """Whether it is known that nobody writes in it any more."""
+        """Whether it is known that nothing writes in it any more."""
         if self.is_open or not self.was_heard or self.is_uncounted:
-            return False  # one that was never heard of may be connecting now
+            return False  # its first writer may be connecting now
         if not self.connections:
             return True
         if now < self.look_at:
@@ -85,11 +85,10 @@ class _Session(WriteSession):
 
 
 class Ledger(SessionListener):
-    """Sessions whose writes nobody sees.
+    """Sessions whose writes the receiver does not see.
 
-    One that was expelled stays, with its spans, as long as its writers may still write to them. It goes when it is
-    known to be over, whoever notices that first: a goodbye, a question for a span, or a look at a few of them with each
-    new session.
+    An expelled session stays, with its spans, as long as its writers may still write to them. It is removed when it is
+    known to be over, noticed by a goodbye, a `revoke`, or the check of a few of them with each new session.
     """
 
     _sessions: dict[bytes, _Session]  # type: ignore[assignment]  # as `_new` makes them
@@ -104,8 +103,8 @@ class Ledger(SessionListener):
     ) -> None:
         super().__init__(scheme, nbytes, wake, detail)
         self._clock = clock
-        self._expelled: dict[bytes, None] = {}  # those that stay, the one to be looked at next first
-        self.dropped = 0  # messages of nobody's, or that are none, or for which there was no room
+        self._expelled: dict[bytes, None] = {}  # those that stay, the next to be checked first
+        self.dropped = 0  # messages without a session, invalid ones, and those without room
         self._has_overflowed = False
 
     def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
@@ -116,7 +115,7 @@ class Ledger(SessionListener):
             return self._forget_if_over(session)
 
     def hear(self, message: bytes) -> None:
-        """A message has come, from anybody."""
+        """Take a message, from any sender."""
         with self._lock:
             if not self._heed(message):
                 self.dropped += 1
@@ -167,7 +166,7 @@ class Ledger(SessionListener):
         return True
 
     def _has_room(self, session: WriteSession) -> bool:
-        """What its writer says comes whether there is room or not."""
+        """Whether a notification can be kept: its writer cannot be held back."""
         if session.has_room:
             return True
         if not self._has_overflowed:

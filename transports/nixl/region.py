@@ -1,16 +1,16 @@
-"""Channels by NIXL with its UCX backend: RDMA where there is some, else shared memory between processes or TCP.
+"""Channels by NIXL with its UCX backend: RDMA if there is any, else shared memory between processes or TCP.
 
 region → one agent, with the memory registered once · remote region → the agent's metadata · channel → the other agent,
 loaded · write → one transfer request with a descriptor per piece · notification → NIXL's own, sent when the request has
 completed, and a completed request has been flushed: its bytes are in the remote memory.
 
-Memory of a GPU is registered as such, where NIXL's UCX is one with CUDA; either side of a write may be a GPU's.
+Memory of a GPU is registered as such, if NIXL's UCX is one with CUDA; either side of a write may be a GPU's.
 
-Writes are one-sided: the receiver's processor sees none of them and cannot refuse any. An expelled session is not heard
-any more; its writes may still land. Memory comes free when its writers have said goodbye or were processes of this host
-that are gone.
+Writes are one-sided: the receiver's processor sees none of them and cannot refuse any. Messages of an expelled session
+are ignored, but its writes may still land. Memory becomes free when its writers have said goodbye or were processes of
+this host that are gone.
 
-UCX has no authentication: whoever reaches its port may write to this process (docs/adr/0018-nixl-and-ucx.md).
+UCX has no authentication: anyone who reaches its port may write to this process (docs/adr/0018-nixl-and-ucx.md).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _details = msgspec.msgpack.Decoder(NixlDetail)
 
 
 class NixlListener(Ledger):
-    """Hears notifications; what is written it does not see. What it expels may still land, until the region closes."""
+    """Receives notifications, and does not see writes. Those of expelled sessions may land until the region closes."""
 
     def __init__(self, region: NixlRegion) -> None:
         agent, memory = region.agent, region.memory
@@ -64,7 +64,7 @@ class NixlListener(Ledger):
 
 
 class NixlRegion(Region):
-    """Memory registered with an agent of its own, under a name that nobody can guess and that never comes again."""
+    """Memory registered with an agent of its own, under an unguessable name that is never used again."""
 
     scheme: ClassVar[str] = "nixl"
     checks_writes: ClassVar[bool] = False
@@ -74,16 +74,16 @@ class NixlRegion(Region):
     settings: ClassVar[dict[str, str]] = {}  # more of UCX
 
     def __init__(self, memory: Memory, host: str, wake: threading.Event) -> None:
-        """`wake` is set for transfers, not for notifications. Of UCX the user's UCX_NET_DEVICES has precedence; UCX_TLS
-        says by what means."""
+        """`wake` is set for transfers, not for notifications. The user's UCX_NET_DEVICES takes precedence; UCX_TLS
+        selects UCX's transports."""
         super().__init__(memory, host, wake)
         self.agent = NixlAgent(memory, settings_for(host, **self.settings))  # it is listening from here on
         # The region's lock guards all below, too, and loading and unloading of agents.
         self._peers: dict[str, NixlPeer] = {}
-        self._owed: dict[str, list[bytes]] = {}  # farewells that could not be said, by agent
-        self._unended: set[NixlChannel] = set()  # also closed ones, with requests that NIXL is still at
+        self._owed: dict[str, list[bytes]] = {}  # farewells that could not be sent, by agent
+        self._unended: set[NixlChannel] = set()  # also closed ones with requests in flight
         self._has_ended = False
-        # NIXL tells nobody when a transfer is over, and sends notifications only when it is asked.
+        # NIXL does not tell when a transfer is over, and sends notifications only when it is asked.
         self._has_transfers = threading.Event()
         self._thread = threading.Thread(target=self._look, name="pdx-nixl", daemon=True)
         self._thread.start()
@@ -111,16 +111,16 @@ class NixlRegion(Region):
         return channel
 
     def messages(self) -> list[bytes]:
-        """What other agents have said since the last call."""
+        """The messages of other agents since the last call."""
         with self._lock:
             return self.agent.take() if self._is_open else []
 
     def look_after(self) -> None:
-        """A transfer is under way."""
+        """A transfer is in flight: have the region's thread advance it."""
         self._has_transfers.set()
 
     def ended(self, channel: NixlChannel, farewell: bytes) -> None:
-        """NIXL is done with everything of it; its peer is told that."""
+        """NIXL is done with everything of this channel: tell its peer."""
         with self._lock:
             if channel not in self._unended:
                 return
@@ -137,7 +137,7 @@ class NixlRegion(Region):
                 self.agent.unload(peer.name)
 
     def close(self) -> None:
-        """UCX ends with the agent; only another process of this host could still write here."""
+        """UCX ends with the agent; after that only another process of this host could write here."""
         super().close()
         for channel in list(self._unended):
             if not channel.is_closed:  # one that is connecting
@@ -167,7 +167,7 @@ class NixlRegion(Region):
     def _join(self, detail: NixlDetail) -> NixlPeer:
         peer = self._peers.get(detail.agent)
         if peer is not None and peer.is_broken:
-            # What was under way to it must end first: it uses keys that go with the peer.
+            # Requests in flight to it must end first: they use keys that end with the peer.
             if any(channel.has_transfers for channel in self._unended if channel.peer is peer):
                 raise ChannelBroken(f"writes to {peer.name} are still failing")
             self.agent.unload(peer.name)

@@ -1,9 +1,9 @@
-"""The payload of a write that is encoded, block by block, so that neither side holds more than one block of it.
+"""The encoded payload of a write: block by block, so that neither side holds more than one block of it.
 
     block: its bytes (4, as in the heads of frames) │ a piece as `pdx.store.codecs.lossless` makes it
 
-A block stands for 1 MiB of the write's bytes, or for what is left of a piece of the write. Both sides know where each
-block ends when it is decoded; a block never takes more than that and a byte.
+A block stands for 1 MiB of the write's bytes, or for what is left of a piece of the write. Both sides know the decoded
+size of each block; encoded, a block takes at most a byte more.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pdx.errors import CodecError, ProtocolError
 from pdx.store.codecs.codec import LOSSLESS, codec_of
 from pdx.transports.streams.sockets import take
 
-MIN_BYTES = 16 << 10  # of a write that is worth it
+MIN_BYTES = 16 << 10  # smaller writes are not worth it
 _BLOCK_BYTES = 1 << 20
 _SIZE = struct.Struct("!I")
 
 
 class Blocks:
-    """What is sent for some bytes. False when all of it was taken."""
+    """The blocks to send for some bytes. False when all of them were taken."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._codec = codec_of(LOSSLESS)
@@ -41,9 +41,9 @@ class Blocks:
 
 
 def receive(stream: socket.socket, views: Sequence[memoryview]) -> None:
-    """Receive what stands for these bytes, and decode it into them.
+    """Receive the blocks of these bytes, and decode them in place.
 
-    :raises ProtocolError: it does not stand for them.
+    :raises ProtocolError: they are not blocks of so many bytes.
     :raises OSError: the stream ended or broke.
     """
     codec = codec_of(LOSSLESS)
@@ -58,7 +58,7 @@ def receive(stream: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def drop(stream: socket.socket, sizes: Sequence[int]) -> None:
-    """Take what stands for spans of so many bytes off the stream. Raises as `receive`."""
+    """Receive and discard the blocks of spans of so many bytes. Raises as `receive`."""
     scratch = memoryview(bytearray(_BLOCK_BYTES + 1))
     for size in sizes:
         for first in range(0, size, _BLOCK_BYTES):

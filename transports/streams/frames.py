@@ -1,4 +1,4 @@
-"""What travels over a stream, as bytes: greeting and answer, the head of a write, acknowledgements. No I/O.
+"""The frames of a stream, as bytes: greeting and answer, the head of a write, acknowledgements. No I/O.
 
     writer → reader   Greeting; then each write, one behind the other: head with a short body in it, or head, body;
                       payload
@@ -28,7 +28,7 @@ _GREETING = struct.Struct(f"!4s{TOKEN_BYTES}s")
 _HEAD = struct.Struct("!4sQI")
 _ACK = struct.Struct("!4sQB")
 GREETING_BYTES = _GREETING.size
-HEAD_BYTES = 256  # the rest of it is room for a body, so that most writes are one receive and their payload
+HEAD_BYTES = 256  # the rest is room for a body, so that most writes need one receive before their payload
 INLINE_BYTES = HEAD_BYTES - _HEAD.size
 ACK_BYTES = _ACK.size
 MAX_REASON_BYTES = 1024
@@ -39,8 +39,8 @@ OK, UNKNOWN, UNREACHABLE, REFUSED = range(4)
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True):
-    """A write: where its bytes go, and what is said with it. `is_coded`: its payload is that of
-    `pdx.transports.streams.coded`, which only a reader gets that says it can decode it."""
+    """A write: where its bytes go, and its notification. `is_coded`: its payload is that of
+    `pdx.transports.streams.coded`, which is sent only to a reader that says it can decode it."""
 
     pieces: Annotated[list[Piece], Meta(min_length=1, max_length=MAX_PIECES)]
     notify: Annotated[bytes, Meta(max_length=MAX_NOTIFY_BYTES)]
@@ -56,7 +56,7 @@ def pack_greeting(token: bytes) -> bytes:
 
 
 def unpack_greeting(packed: bytes | bytearray) -> bytes:
-    """The token. :raises ProtocolError: this is none of ours, or another version."""
+    """The token. :raises ProtocolError: it is no greeting of PDX, or of another version."""
     magic, token = _GREETING.unpack(packed)
     _check_magic(magic)
     return bytes(token)
@@ -68,12 +68,12 @@ def pack_body(pieces: Sequence[Piece], notify: bytes, *, is_coded: bool = False)
 
 
 def unpack_body(packed: bytes | bytearray) -> Body:
-    """:raises ProtocolError: it is none."""
+    """:raises ProtocolError: it is no body."""
     return decoded(_bodies, packed, ProtocolError, "the body of a write")
 
 
 def pack_write(number: int, packed_body: bytes) -> list[bytes]:
-    """All of a write but its payload."""
+    """Everything of a write except its payload."""
     packed = _HEAD.pack(_MAGIC, number, len(packed_body))
     if len(packed_body) <= INLINE_BYTES:
         return [(packed + packed_body).ljust(HEAD_BYTES, b"\0")]
@@ -84,7 +84,7 @@ def unpack_head(packed: bytes | bytearray) -> tuple[int, int, bytes | bytearray 
     """The number of a write on its stream, counted from 0; the size of its body, which is in the head if it has at most
     INLINE_BYTES, else behind it; and the body, if it is in there.
 
-    :raises ProtocolError: it is none, or a number in it is out of bounds.
+    :raises ProtocolError: it is no head, or a number in it is out of bounds.
     """
     magic, number, body_bytes = _HEAD.unpack_from(packed)
     _check_magic(magic)
@@ -100,7 +100,7 @@ def pack_ack(number: int, status: int) -> bytes:
 
 
 def unpack_ack(packed: bytes | bytearray | memoryview) -> tuple[int, int]:
-    """The number and the status. :raises ProtocolError: it is none."""
+    """The number and the status. :raises ProtocolError: it is no acknowledgement."""
     magic, number, status = _ACK.unpack(packed)
     _check_magic(magic)
     if status not in (OK, UNKNOWN, UNREACHABLE, REFUSED):
@@ -109,13 +109,13 @@ def unpack_ack(packed: bytes | bytearray | memoryview) -> tuple[int, int]:
 
 
 def pack_answer(status: int, reason: str = "") -> bytes:
-    """To a greeting; only UNREACHABLE has a reason."""
+    """The answer to a greeting; only UNREACHABLE has a reason."""
     text = reason.encode(errors="replace")[:MAX_REASON_BYTES]
     return pack_ack(len(text), status) + text
 
 
 def unpack_reason(packed: bytes | bytearray) -> str:
-    """One line that may be logged, whatever the peer has sent."""
+    """The reason as one line that is safe to log."""
     return "".join(letter if letter.isprintable() else "?" for letter in packed.decode(errors="replace"))
 
 

@@ -1,8 +1,8 @@
 """The reading half of channels over streams: who may join, what may land, what is acknowledged.
 
-A stream belongs to a stranger until its greeting names an open session. Strangers are few and have a deadline; one that
-comes when all places are taken takes that of the one which has had the most time. Whatever is wrong with a stream ends
-that stream and nothing else. Subclasses say what a payload is.
+A stream belongs to a stranger until its greeting names an open session. Strangers are few and have a deadline; when all
+places are taken, a new one replaces the oldest. An error in a stream ends that stream alone. Subclasses say what a
+payload is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pdx.transports.streams import coded, frames
 from pdx.transports.streams.sockets import fill, shut, take
 
 MAX_STRANGERS = 64  # at once
-MAX_STRANGERS_OF_AN_ORIGIN = 16  # so that those of one host do not drive out those of others
+MAX_STRANGERS_OF_AN_ORIGIN = 16  # so that one host's do not drive out others'
 MAX_STREAMS_OF_A_SESSION = 64
 GREETING_S = 5.0
-_ACCEPT_PAUSE_S = 0.05  # after an accept that failed, as without free descriptors: no busy loop
+_ACCEPT_PAUSE_S = 0.05  # after a failed accept, as without free descriptors: no busy loop
 
 _log = logging.getLogger(__name__)
 
@@ -52,23 +52,22 @@ class StreamListener(SessionListener):
 
     @abstractmethod
     def _meet(self, stream: socket.socket, address: Any) -> object:
-        """Look at a stream that was just accepted from `address`, and set its options. Who is answerable for it, as a
-        host or a process.
+        """Check a stream that was just accepted from `address`, and set its options. Returns its origin: a host, say.
 
         :raises ProtocolError: it is not wanted.
         :raises OSError: it is broken.
         """
 
     def _admit(self, stream: socket.socket) -> Any:
-        """Take what belongs to the greeting, within the stream's timeout; the token was right. What it is goes to
-        `_land`, and is closed behind the stream's end.
+        """Receive what belongs to the greeting, within the stream's timeout; the token was right. The result goes to
+        `_land`, and is closed after the stream's end.
 
         :raises ChannelUnavailable: the memory of this peer cannot be reached.
         """
 
     @abstractmethod
     def _land(self, stream: socket.socket, source: Any, pieces: list[Piece]) -> None:
-        """Bring the payload of these pieces, all of which may land, into memory. Nothing lands when this has returned
+        """Bring the payload of these pieces, all of which may land, into memory. Nothing lands after this has returned
         or raised.
 
         :raises OSError: the stream ended or broke before it was complete.
@@ -76,7 +75,7 @@ class StreamListener(SessionListener):
         """
 
     def _drop(self, stream: socket.socket, nbytes: int) -> None:
-        """Take the payload of a refused write off the stream."""
+        """Receive and discard the payload of a refused write."""
 
     def expel(self, token: bytes) -> None:
         with self._lock:
@@ -86,7 +85,7 @@ class StreamListener(SessionListener):
                 shut(stream)
 
     def close(self) -> None:
-        """End all sessions; when it returns no thread of it is left, and nothing more lands."""
+        """End all sessions; when this returns, no thread of the listener is left, and nothing more lands."""
         self._closing.set()
         super().close()
         with self._lock:
@@ -134,7 +133,7 @@ class StreamListener(SessionListener):
             self._fault("strangers", f"too many connections that have not greeted, the last from {origin}")
 
     def _make_place(self, origin: object) -> bool:
-        """Whether a stranger had to go for one from `origin`: the oldest from there, or the oldest of all."""
+        """Drop a stranger if one from `origin` needs its place: the oldest from there, or of all. True: one went."""
         own = [stream for stream, each in self._strangers.items() if each == origin]
         if len(own) < MAX_STRANGERS_OF_AN_ORIGIN and len(self._strangers) < MAX_STRANGERS:
             return False
@@ -179,7 +178,7 @@ class StreamListener(SessionListener):
                         del self._joined[session]
 
     def _greeted(self, stream: socket.socket) -> WriteSession | None:
-        """The session that this stream belongs to from now on; None if it may not."""
+        """The session that this stream belongs to from now on; None: it may not join one."""
         packed = bytearray(frames.GREETING_BYTES)
         if not fill(stream, packed, deadline=time.monotonic() + GREETING_S):
             return None
@@ -190,7 +189,7 @@ class StreamListener(SessionListener):
                     raise ProtocolError(f"more than {MAX_STREAMS_OF_A_SESSION} streams of one session")
                 if session.is_open:  # not expelled meanwhile: under the lock, so that `expel` has shut all there are
                     self._joined.setdefault(session, set()).add(stream)
-                    self._strangers.pop(stream, None)  # from now on nobody takes its place
+                    self._strangers.pop(stream, None)  # no stranger takes its place from now on
                     return session
         self._fault("token", "a token that opens nothing")
         stream.sendall(frames.pack_answer(frames.UNKNOWN))
@@ -215,7 +214,7 @@ class StreamListener(SessionListener):
             number += 1
 
     def _take_write(self, stream: socket.socket, session: WriteSession, source: Any, body: frames.Body) -> bool:
-        """The whole write is checked before a byte of it lands. False: refused."""
+        """Receive a write, which is checked as a whole before a byte of it lands. False: refused."""
         entered = self.enter(session, body.pieces)
         if entered is None:
             if body.is_coded:
@@ -239,7 +238,7 @@ class StreamListener(SessionListener):
         return True
 
     def _fault(self, kind: str, reason: object) -> None:
-        """Count it; the first of a kind is logged, so that nobody can fill the log."""
+        """Count a fault; only the first of a kind is logged, so that strangers cannot fill the log."""
         with self._lock:
             self.faults[kind] += 1
             is_first = self.faults[kind] == 1

@@ -1,4 +1,4 @@
-"""The writing half of channels over streams: sockets, and the threads that send and hear acknowledgements."""
+"""The writing half of channels over streams: sockets, and the threads that send and receive acknowledgements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdx.transports.streams.sealed import SealedBlocks
 from pdx.transports.streams.sockets import fill, send_some, shut
 
 _AT_ONCE_BYTES = 128 << 10  # what a call of `write` may copy itself, some ten microseconds
-_BUSY_BYTES = 1 << 20  # a stream with less under way takes another write before the next stream is used
+_BUSY_BYTES = 1 << 20  # a stream with less in flight takes another write before the next stream is used
 _SENT_BYTES = 4 << 20  # at most, before acknowledgements are looked at again
 _MAX_ACKS = 64  # that are received at once
 
@@ -40,7 +40,7 @@ class StreamTransfer(Transfer):
         self._channel = channel
 
     def abort(self) -> None:
-        """A write of which a byte may have been sent runs on."""
+        """No-op for a write of which a byte may have been sent."""
         self._channel.abort(self)
 
 
@@ -60,9 +60,9 @@ class _Stream:
 class StreamChannel(Channel):
     """Writes over streams that all greeted with the same token; each write goes over one of them.
 
-    A thread waits in `poll` alone, for room and for acknowledgements: a peer that stops reading keeps no answer from
-    being heard. When one stream fails, all end. A stream's thread declares the stream's open writes broken when it
-    ends: only then nothing reads their local bytes.
+    Threads block only in `poll`, for room and for acknowledgements: a peer that stops reading does not hold up its
+    answers. When one stream fails, all end. A stream's thread declares the stream's open writes broken when it ends:
+    only then does nothing read their local bytes any more.
     """
 
     def __init__(self, region: StreamRegion, remote: RemoteRegion, wake: threading.Event) -> None:
@@ -79,7 +79,7 @@ class StreamChannel(Channel):
     def start(self, socks: Sequence[socket.socket]) -> None:
         """Take over these streams, whose greetings were answered.
 
-        Sending bytes fills a core, so each stream has a thread of its own; one is enough where only heads are sent.
+        Sending bytes fills a core, so each stream has a thread of its own; one is enough if only heads are sent.
 
         :raises ChannelBroken: no thread or descriptor is left for them.
         """
@@ -89,7 +89,7 @@ class StreamChannel(Channel):
                 wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 streams = [_Stream(sock, wake_fd) for sock in group]
                 thread = threading.Thread(target=self._run, args=(streams, wake_fd), name=name, daemon=True)
-                with self._lock:  # before it runs: its thread takes streams away
+                with self._lock:  # before it runs: the thread removes streams
                     self._streams += streams
                 try:
                     thread.start()
@@ -118,8 +118,8 @@ class StreamChannel(Channel):
         return transfer
 
     def _put(self, transfer: StreamTransfer) -> None:
-        """Queue it. If nothing is before it, send what the stream takes now and costs the caller little time, which is
-        nothing of what has to be encoded or sealed: that spares the wake-up of a thread. Never blocks."""
+        """Enqueue it. If nothing is before it, send what the stream takes now and costs the caller little time, which
+        excludes what has to be encoded or sealed: that spares the wake-up of a thread. Never blocks."""
         stream = min(self._streams, key=lambda each: each.nbytes // _BUSY_BYTES)
         stream.queue.append(transfer)
         stream.nbytes += transfer.nbytes
@@ -151,7 +151,7 @@ class StreamChannel(Channel):
             thread.join()
 
     def _break(self, reason: ChannelError) -> None:
-        """End all streams: their threads come back. Under the lock."""
+        """Shut all streams, so that their threads end. Under the lock."""
         if self._broken is None:
             self._broken = reason
             for stream in self._streams:
@@ -176,7 +176,7 @@ class StreamChannel(Channel):
         transfer.unsent = unsent
 
     def _sent(self, stream: _Stream, unsent: Sequence[Buffer]) -> None:
-        """That much is left of the first write of the queue. Under the lock."""
+        """Note what is left of the first write of the queue. Under the lock."""
         transfer = stream.queue[0]
         transfer.unsent = unsent
         if not unsent and not transfer.blocks:
@@ -219,7 +219,7 @@ class StreamChannel(Channel):
                     self._send(stream)
 
     def _send(self, stream: _Stream) -> None:
-        """The next bytes of the queue, if there are some: as many as the kernel takes now."""
+        """Send the next bytes of the queue, if there are some: as many as the kernel takes now."""
         with self._lock:
             if not stream.queue:
                 return
@@ -234,9 +234,9 @@ class StreamChannel(Channel):
             self._sent(stream, unsent)
 
     def _hear(self, stream: _Stream) -> bool:
-        """The writes that are over: acknowledged and wholly sent. False: the stream is over.
+        """Receive acknowledgements, and complete their writes, which must be wholly sent. False: the stream is over.
 
-        Local bytes are not free because a peer says so, only because nobody reads them any more.
+        Local bytes are not free because a peer says so, only because nothing reads them any more.
         """
         got = stream.sock.recv(frames.ACK_BYTES * _MAX_ACKS)
         stream.acks += got
@@ -260,11 +260,11 @@ class StreamRegion(Region):
 
     streams: ClassVar[int] = 2  # of a channel
     sends_bytes: ClassVar[bool]  # bytes follow the head of a write; else the reader copies them
-    seals: ClassVar[type[SealedBlocks] | None] = None  # makes what is sent of them, over a stream of `_dial`
+    seals: ClassVar[type[SealedBlocks] | None] = None  # seals what is sent over a stream of `_dial`
 
     @abstractmethod
     def _dial(self, remote: RemoteRegion, timeout_s: float) -> socket.socket:
-        """A stream to the listener of that region.
+        """Connect a stream to the listener of that region.
 
         :raises ChannelUnavailable: it cannot be reached from here.
         :raises OSError: it does not answer.
@@ -282,7 +282,7 @@ class StreamRegion(Region):
         """
 
     def _connected(self, remote: RemoteRegion, timeout_s: float, wake: threading.Event) -> StreamChannel:
-        """Over greeted streams of one session, all or none."""
+        """A channel over greeted streams of one session, all or none."""
         deadline = time.monotonic() + timeout_s
         channel = StreamChannel(self, remote, wake)
         with contextlib.ExitStack() as stack:
@@ -304,11 +304,11 @@ class StreamRegion(Region):
 
 
 def _hear_answer(stream: socket.socket, deadline: float) -> None:
-    """The answer to a greeting.
+    """Receive the answer to a greeting.
 
     :raises ChannelUnavailable: the reader cannot take what was handed over.
     :raises ChannelBroken: the token is not known there.
-    :raises ProtocolError: the other side does not speak our protocol.
+    :raises ProtocolError: the other side does not speak PDX's protocol.
     :raises OSError: the stream broke, or the deadline is over.
     """
     answer = bytearray(frames.ACK_BYTES)

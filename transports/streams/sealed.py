@@ -1,11 +1,11 @@
-"""TLS 1.3 around a stream socket: what goes over it is sealed, whatever else is as ever.
+"""TLS 1.3 around a stream socket: its traffic is sealed, everything else is as ever.
 
-A reader has a certificate of its own making, and tells the digest of it over the authenticated connection of the nodes;
-who dials knows it by that and by nothing else: no names, no authority, no dates. Who dials shows the session's token,
-once the reader has proved its certificate. So both are known, and nobody between them reads or changes anything.
+A reader makes its own certificate, and tells its digest over the nodes' authenticated connection; the dialing side
+checks that digest and nothing else: no names, no authority, no dates. It shows the session's token once the reader has
+proved its certificate. So both sides are known, and nobody between them can read or change anything.
 
-Records go through memory, many of them in one call of the kernel: one by one a call for each would cost as much as the
-cipher. A stream that is cut off is one that has ended: what is not acknowledged counts as lost anyway.
+Records go through memory, many of them per system call: a call for each would cost as much as the cipher. A stream that
+is cut off has ended: what is not acknowledged counts as lost anyway.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pdx.transports.streams.coded import Blocks
 
 DIGEST_BYTES = 32
 _RECORD_BYTES = 16 << 10
-_AT_ONCE_BYTES = 256 << 10  # that are sealed in one piece, or received: more would not stay in a core's cache
+_AT_ONCE_BYTES = 256 << 10  # sealed in one piece, or received: more would not stay in a core's cache
 
 
 def reader_context() -> tuple[ssl.SSLContext, bytes]:
-    """That of who listens, with a certificate that was never used before, and its digest. The key is in no file.
+    """The context of the listening side, with a new certificate, and the certificate's digest. The key is in no file.
 
     :raises ImportError: `cryptography` is not installed.
     """
@@ -46,7 +46,7 @@ def reader_context() -> tuple[ssl.SSLContext, bytes]:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     ) + cert.public_bytes(serialization.Encoding.PEM)
     context = _only_13(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # a session is never taken up again
+    context.num_tickets = 0  # a session is never resumed
     with open(os.memfd_create("pdx-tls", os.MFD_CLOEXEC), "w+b") as file:
         file.write(pem)
         file.flush()
@@ -55,7 +55,7 @@ def reader_context() -> tuple[ssl.SSLContext, bytes]:
 
 
 def writer_context() -> ssl.SSLContext:
-    """That of who dials, and looks at the certificate itself."""
+    """The context of the dialing side, which checks the certificate itself (`SealedSocket`)."""
     context = _only_13(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -69,11 +69,11 @@ def _only_13(protocol: int) -> ssl.SSLContext:
 
 
 class SealedSocket(socket.socket):
-    """A connected stream, which is this one's from now on. One thread, but for `shutdown`. The handshake comes with the
-    first byte, within the time that `settimeout` gives for all that comes before the next call of it."""
+    """A connected stream, which this takes over. One thread, except for `shutdown`. The handshake comes with the first
+    byte. `settimeout` sets one deadline for everything until its next call."""
 
     def __init__(self, stream: socket.socket, context: ssl.SSLContext, digest: bytes = b"") -> None:
-        """`digest`: of the certificate of whom this has dialled; empty: this was dialled."""
+        """`digest`: of the certificate of the side that was dialed; empty: this is that side."""
         timeout_s = stream.gettimeout()
         super().__init__(stream.family, stream.type, stream.proto, fileno=stream.detach())
         self._digest = digest
@@ -88,7 +88,7 @@ class SealedSocket(socket.socket):
         super().settimeout(value)
 
     def seal(self, buffers: Iterable[Buffer]) -> bytes:
-        """What is to be sent for these, behind all that was sealed before."""
+        """The bytes to send for these, behind all that was sealed before."""
         for buffer in buffers:
             left = memoryview(buffer)
             while left.nbytes:
@@ -110,7 +110,7 @@ class SealedSocket(socket.socket):
                 if (done and not flags & socket.MSG_WAITALL) or not self._pull():
                     break
                 continue
-            if not got:  # it says that this is the end
+            if not got:  # the peer has said that this is the end
                 break
             done += got
         return done
@@ -127,7 +127,7 @@ class SealedSocket(socket.socket):
         return total, [], 0, None
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
-        """All that has come, which may be more: nothing is left that `poll` would not see."""
+        """All that has come, perhaps more than `bufsize`: nothing may be left that `poll` would not see."""
         self._open()
         found = b""
         while True:
@@ -156,7 +156,7 @@ class SealedSocket(socket.socket):
             super().sendall(self._going.read())
 
     def _pull(self) -> bool:
-        """Take what has come, once something has. False: it has ended."""
+        """Wait for bytes and take them. False: the stream has ended."""
         if self._going.pending:
             super().sendall(self._going.read())
         if self._until is not None:
@@ -167,7 +167,7 @@ class SealedSocket(socket.socket):
 
 
 class SealedServer(socket.socket):
-    """A listening socket: who is accepted has to shake hands."""
+    """A listening socket whose accepted streams are `SealedSocket`s."""
 
     def __init__(self, server: socket.socket, context: ssl.SSLContext) -> None:
         super().__init__(server.family, server.type, server.proto, fileno=server.detach())
@@ -179,7 +179,7 @@ class SealedServer(socket.socket):
 
 
 class SealedBlocks:
-    """What is sent for some bytes, and what follows them, where it is encoded. False when all of it was taken."""
+    """What to send for some bytes, and for the encoded blocks that may follow. False when all of it was taken."""
 
     def __init__(self, stream: socket.socket, buffers: Sequence[Buffer], coded: Blocks | None) -> None:
         assert isinstance(stream, SealedSocket)
@@ -190,7 +190,7 @@ class SealedBlocks:
         return bool(self._left or self._coded)
 
     def take(self) -> list[bytes]:
-        """Seal some more."""
+        """Seal the next part."""
         if not self._left and self._coded:
             return [self._stream.seal(self._coded.take())]
         return [self._stream.seal(self._next())]

@@ -38,7 +38,7 @@ def fill(sock: socket.socket, view: Buffer, *, deadline: float | None = None) ->
 
 
 def take(sock: socket.socket, view: Buffer, *, deadline: float | None = None) -> None:
-    """The same where the stream may not end before it: that is a `ConnectionError`, too."""
+    """As `fill`, but an end of the stream before the first byte is a `ConnectionError`, too."""
     if not fill(sock, view, deadline=deadline):
         raise ConnectionError("the stream ended in the middle of what was to come")
 
@@ -60,7 +60,7 @@ def fill_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int) -> Sequence[Buffer]:
-    """Send what the kernel takes at once, about `limit` bytes at most; what is left of `buffers`.
+    """Send what the kernel takes at once, at most about `limit` bytes. Returns what is left of `buffers`.
 
     :raises OSError: the stream broke.
     """
@@ -77,7 +77,7 @@ def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int) -> Seq
 
 
 def _behind(buffers: Sequence[Buffer], nbytes: int) -> Sequence[Buffer]:
-    """What is left of `buffers` when their first `nbytes` are gone."""
+    """The rest of `buffers` behind their first `nbytes`."""
     for index, buffer in enumerate(buffers):
         if nbytes < len(buffer):
             return [memoryview(buffer)[nbytes:], *buffers[index + 1 :]]
@@ -86,6 +86,6 @@ def _behind(buffers: Sequence[Buffer], nbytes: int) -> Sequence[Buffer]:
 
 
 def shut(sock: socket.socket) -> None:
-    """End both directions: a thread that is blocked in it comes back. The descriptor stays. Idempotent."""
+    """Shut down both directions, so that a thread blocked in the socket returns. The descriptor stays. Idempotent."""
     with contextlib.suppress(OSError):  # the other side was faster
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""A write by UCX, and the channel it goes over. Regions and listeners are in `ucx`."""
+"""A write by UCX, and the channel it goes over. Regions and listeners are in `pdx.transports.ucx.region`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pdx.transports.ucx.engine import Endpoint
 if TYPE_CHECKING:
     from pdx.transports.ucx.region import UcxRegion
 
-GRACE_S = 1.5  # for what is under way to end by itself before an endpoint is closed by force
+GRACE_S = 1.5  # for what is in flight to end by itself before an endpoint is closed by force
 _CLOSE_S = 4.0  # longer than force needs
 
 _encode = msgspec.msgpack.encode
 
 
 class UcxTransfer(Transfer):
-    """A write. The engine's thread moves it; others only look."""
+    """A write. Only the engine's thread advances it."""
 
     def __init__(self, channel: UcxChannel, pieces: Sequence[Piece], notify: bytes) -> None:
         super().__init__(channel.wake)
@@ -38,13 +38,13 @@ class UcxTransfer(Transfer):
         self._channel = channel
 
     def abort(self) -> None:
-        """It is not begun if it waits behind others; what UCX has begun, it finishes."""
+        """Not begun if it still waits behind others; what UCX has begun, it finishes."""
         self.is_aborted = True
         self._channel.abort(self)
 
 
 class UcxChannel(Channel):
-    """To one session of another worker's region. All but `write`, `close` and `abort` is its thread's."""
+    """To one session of another worker's region. All but `write`, `close`, `lose`, `abort` is the engine thread's."""
 
     def __init__(self, region: UcxRegion, remote: RemoteRegion, wake: threading.Event) -> None:
         self.id = secrets.token_bytes(16)
@@ -83,12 +83,12 @@ class UcxChannel(Channel):
         return transfer
 
     def close(self) -> None:
-        """Waits until UCX has let go of local memory, by force after a moment. Not on the engine's thread."""
+        """Wait until UCX has let go of local memory, by force after a moment. Not on the engine's thread."""
         self.lose("the channel was closed")
         self._region.engine.wait(self._ended, _CLOSE_S)
 
     def lose(self, why: str) -> None:
-        """Begin to end it, from any thread."""
+        """Begin to end the channel. Any thread."""
         with self._lock:
             self._is_open = False
         self._region.on_thread(lambda: self._end(why))
@@ -137,7 +137,7 @@ class UcxChannel(Channel):
         endpoint.send(views, messages.payload_tag(self.lane, number), sent)
 
     def _answered(self, number: int, error: ChannelError | None) -> None:
-        """What became of it; the first answer counts."""
+        """Note the outcome of a write; the first one counts."""
         transfer = self._under_way.get(number)
         if transfer is not None:
             if not transfer.has_answer:

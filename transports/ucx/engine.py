@@ -1,7 +1,7 @@
 """The border to UCXX: one UCX worker and the one thread that uses it.
 
 All calls into UCX are made by that thread, which sleeps in epoll between them; others hand it work with `run` and
-`call`. UCXX's own progress thread is not used: something must look at what has completed in any case.
+`call`. UCXX's own progress thread is not used: a thread must check for completions in any case.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pdx.transports.channel import Availability
 
 _FIX = install("ucx")
 _GPU_FIX = f"{_FIX} (libucx with its CUDA plugin), and look at UCX_TLS"
-_STEP_S = 0.05  # of waiting; if one takes longer this process stood still, and then UCX could not act either
+_STEP_S = 0.05  # of waiting; if a step takes longer, this process stood still, and UCX with it
 _CALL_S = 10.0  # a bound for what the thread does at once; it does not wait for peers
-_POLL_MS = 50  # UCX is known to miss waking somebody now and then
-_CLOSING_POLL_MS = 1  # and it wakes nobody for what is left to do when an endpoint was closed
+_POLL_MS = 50  # UCX is known to miss a wake-up now and then
+_CLOSING_POLL_MS = 1  # and it wakes nothing for the rest of an endpoint's closing
 _CLOSING_S = 0.2
 _STOP_S = 4.0  # longer than any endpoint is given to close
 _ROUNDS = 64  # of progress before completions are looked at
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 @functools.cache
 def load() -> Any:
-    """`ucxx._lib.libucxx`. Importing ucxx sets variables of the environment, which would change NIXL's UCX: taken back.
+    """`ucxx._lib.libucxx`. Importing ucxx sets environment variables, which would change NIXL's UCX: they are removed.
 
     :raises ImportError: it is not installed, or does not work here.
     """
@@ -66,7 +66,7 @@ Buffer: TypeAlias = memoryview | bytes | bytearray | DeviceSpan
 
 
 def gpu_transports(context_info: str) -> list[str]:
-    """Those of UCX that reach a GPU's memory, from what a context says of itself."""
+    """UCX's transports that reach a GPU's memory, according to a context's own description."""
     return sorted(set(re.findall(r"^#\s+resource .* (cuda_\w+|gdr_copy)/\S+$", context_info, re.MULTILINE)))
 
 
@@ -81,7 +81,7 @@ class Batch:
         self._is_over = False
 
     def advance(self, errors: type[Exception]) -> bool:
-        """Whether all are over. Looking again when they are is harmless."""
+        """Whether all are over. May be called again when they are."""
         if self._is_over:
             return True
         while self._requests:
@@ -99,7 +99,7 @@ class Batch:
 
 
 class Endpoint:
-    """The way to one other worker. Only the engine's thread uses it."""
+    """The connection to one other worker. Only the engine's thread uses it."""
 
     def __init__(self, engine: UcxEngine, native: Any) -> None:
         self._engine = engine
@@ -108,7 +108,7 @@ class Endpoint:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nothing under way, or has lost its peer, which ends what was."""
+        """Whether it has nothing in flight, or has lost its peer, which ends what was."""
         return not self._pending or not self._native or not self._native.alive
 
     def send(self, views: Iterable[Buffer], tag: int, then: Callable[[bool], None]) -> None:
@@ -135,10 +135,10 @@ class Endpoint:
         self._engine.watch(Batch([post(array(view), ucx_tag) for view in views], views, ended))
 
     def close(self, grace_s: float = 0.0) -> None:
-        """By force, at the latest after `grace_s`: what is under way then ends with an error. Idempotent.
+        """Close it, by force after `grace_s`: what is in flight then ends with an error. Idempotent.
 
-        UCXX never frees requests that it had to cancel, nor the worker that they belong to. So where there is time, let
-        them end, or the peer be lost.
+        UCXX never frees requests that it had to cancel, nor the worker that they belong to. So if there is time, they
+        may end, or the peer be lost.
         """
         if grace_s and not self.is_idle:
             self._engine.close_later(self, grace_s)
@@ -161,8 +161,8 @@ class UcxEngine:
         *,
         gpu: str = "",
     ) -> None:
-        """Variables of the environment (UCX_…) have precedence over `settings`. `gpu`: the UUID of the one whose memory
-        is sent and received, empty for host memory.
+        """Environment variables (UCX_…) take precedence over `settings`. `gpu`: the UUID of the GPU whose memory is
+        sent and received, empty for host memory.
 
         :raises ChannelUnavailable: UCX cannot be started so, or has nothing that reaches that GPU.
         """
@@ -202,7 +202,7 @@ class UcxEngine:
                 os.eventfd_write(self._wake_fd, 1)
 
     def call(self, work: Callable[[], _T]) -> _T:
-        """Have the thread do this now; its result or error. :raises ChannelBroken: the engine is closed."""
+        """Have the thread do this now; returns its result or raises its error. :raises ChannelBroken: it is closed."""
         if threading.current_thread() is self._thread:
             return work()
         done = threading.Event()
@@ -224,7 +224,7 @@ class UcxEngine:
         return results[0]
 
     def wait(self, done: threading.Event, timeout_s: float) -> bool:
-        """Whether the thread sets this within `timeout_s` in which it could run. Not on the thread."""
+        """Whether the thread sets this within `timeout_s`, in which it could run. Not on the thread."""
         for _ in range(round(timeout_s / _STEP_S)):
             if done.wait(_STEP_S) or not self._thread.is_alive():
                 break
@@ -244,21 +244,21 @@ class UcxEngine:
         return Endpoint(self, native)
 
     def watch(self, batch: Batch) -> None:
-        """Look after it until it is over. Thread only."""
+        """Advance the batch until it is over. Thread only."""
         if not batch.advance(self.library.UCXError):
             self._batches[batch] = None
 
     def close_later(self, endpoint: Endpoint, grace_s: float) -> None:
-        """Close it when it is idle, or then. Thread only."""
+        """Close it when it is idle, at the latest after `grace_s`. Thread only."""
         self._closing[endpoint] = time.monotonic() + grace_s
 
     def closed(self) -> None:
-        """An endpoint was. Thread only."""
+        """An endpoint was closed. Thread only."""
         self._worker.progress()  # cancels what lost endpoints had under way, unlike progress_once
         self._closing_until = time.monotonic() + _CLOSING_S
 
     def discard(self, tag: int, mask: int) -> None:
-        """Throw away what has come under such tags and nobody has received. Thread only."""
+        """Discard messages under such tags that were not received. Thread only."""
         while found := self._worker.tag_probe(self.library.UCXXTag(tag), self.library.UCXXTagMask(mask), remove=True):
             self._take(found, bytearray(1), lambda _: None)
 
@@ -282,7 +282,7 @@ class UcxEngine:
         self._is_open = False
 
     def settle(self, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Make progress until `is_done()`, for `timeout_s` in which this process ran. Messages are not looked at
+        """Make progress until `is_done()`, for `timeout_s` in which this process ran. Messages are not handled
         meanwhile. Thread only.
         """
         left_s, before = timeout_s, time.monotonic()

@@ -1,10 +1,10 @@
-"""What UCX channels say besides payload: typed, bounded, without I/O.
+"""The messages of UCX channels besides payload: typed, bounded, without I/O.
 
     writer → reader   Greet, then per write: Put, and each run of its pieces under the write's tag
     reader → writer   Welcome, then per write: Done
     either            End
 
-A channel's id is drawn by its writer and known to both ends alone; whoever sends it is that channel.
+A channel's id is drawn by its writer and known only to both ends: a message that has it is from that channel.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Greet(msgspec.Struct, tag=0, array_like=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Tags of the channel's payload begin with `lane`, which the reader gives to nobody else."""
+    """Tags of the channel's payload begin with `lane`, which the reader gives to no other channel."""
 
     channel: ChannelId
     lane: Annotated[int, Meta(ge=0, le=MAX_LANE)]
@@ -55,7 +55,7 @@ class Put(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """What became of a write: OK, REFUSED or FAILED."""
+    """The outcome of a write: OK, REFUSED or FAILED."""
 
     channel: ChannelId
     number: Number
@@ -63,7 +63,7 @@ class Done(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class End(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """The channel is closed by whoever sends this."""
+    """The sender closes the channel."""
 
     channel: ChannelId
 
@@ -78,5 +78,5 @@ def decode(data: Buffer) -> Message:
 
 
 def payload_tag(lane: int, number: int) -> int:
-    """Of all runs of one write, in their order."""
+    """The tag of all runs of one write, which are sent in order."""
     return lane << 32 | number

@@ -1,15 +1,15 @@
-"""Channels by UCX, through UCXX, which replaced UCX-Py: RDMA where there is some, else TCP, on one host, too.
+"""Channels by UCX, through UCXX, which replaced UCX-Py: RDMA if there is any, else TCP, on one host, too.
 
 region → one UCX worker and a thread · remote region → the worker's address · channel → an endpoint each way · write → a
 message that describes it, and a tagged message for each run of its pieces · notification → inside the description.
 
-UCXX has no one-sided operations for Python, so a write is received: what it says is checked against the session's spans
-first, then each run is received straight to its place, and the reader answers. A receive that is over, or was cancelled
-with its endpoint, lands nothing more: that is what `revoke` waits for.
+UCXX has no one-sided operations for Python, so a write is received: its description is checked against the session's
+spans first, then each run is received straight to its place, and the reader answers. A receive that is over, or was
+cancelled with its endpoint, lands nothing more: that is what `revoke` waits for.
 
-Memory of a GPU is sent and received as such, where UCX is one with CUDA; either side of a write may be a GPU's.
+Memory of a GPU is sent and received as such, if UCX is one with CUDA; either side of a write may be a GPU's.
 
-UCX has no authentication: whoever reaches its port may write to this process (docs/adr/0018-nixl-and-ucx.md).
+UCX has no authentication: anyone who reaches its port may write to this process (docs/adr/0018-nixl-and-ucx.md).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pdx.transports.ucx import messages
 from pdx.transports.ucx.channel import GRACE_S, UcxChannel
 from pdx.transports.ucx.engine import Buffer, Endpoint, UcxEngine
 
-_SETTLE_S = 3.0  # for UCX to let go of what closed endpoints had under way; longer than GRACE_S
+_SETTLE_S = 3.0  # for UCX to let go of what closed endpoints had in flight; longer than GRACE_S
 MAX_CHANNELS_OF_A_SESSION = 64
-_DEAD_LANES = 64  # of closed channels, whose late messages are still thrown away
+_DEAD_LANES = 64  # of closed channels, whose late messages are still discarded
 
 _encode = msgspec.msgpack.encode
 
@@ -58,7 +58,7 @@ class _Inbound:
 
 
 class UcxListener(SessionListener):
-    """Receives writes. What is not public belongs to the engine's thread, but for the sessions, which have a lock."""
+    """Receives writes. Private state belongs to the engine's thread, except for the sessions, which have a lock."""
 
     def __init__(self, region: UcxRegion) -> None:
         super().__init__(region.scheme, region.memory.nbytes, region.wake, region.engine.address)
@@ -67,7 +67,7 @@ class UcxListener(SessionListener):
         self._lanes: set[int] = set()
         self._dead_lanes: deque[int] = deque(maxlen=_DEAD_LANES)
         self._holding: dict[bytes, _Inbound] = {}  # those that hold writes; `take` looks whether there are some
-        self.dropped = 0  # messages that belong to nobody
+        self.dropped = 0  # messages without a session
 
     def invite(self, token: bytes) -> RemoteRegion:
         return sealed(super().invite(token))
@@ -77,7 +77,7 @@ class UcxListener(SessionListener):
         self._region.engine.run(lambda: self._end_all(lambda inbound: inbound.session.token == token))
 
     def close(self) -> None:
-        """When it returns nothing lands any more."""
+        """When this returns, nothing lands any more."""
         super().close()
         self._region.on_thread(lambda: self._end_all(lambda _: True))
 
@@ -99,14 +99,14 @@ class UcxListener(SessionListener):
         self._discard_late()
 
     def put(self, message: messages.Put) -> None:
-        """A write is coming: receive it, or throw it away."""
+        """A write is coming: receive it, or discard it."""
         inbound = self._inbounds.get(message.channel)
         if inbound is None or inbound.endpoint is None:
             self.dropped += 1
             self._discard_late()
             return
         if message.number in inbound.landing or len(inbound.landing) + len(inbound.held) >= messages.WINDOW:
-            self.end(inbound.id)  # no writer of ours does that
+            self.end(inbound.id)  # no writer of PDX does that
         elif inbound.held or not inbound.session.has_room:
             inbound.held.append(message)
             self._holding[inbound.id] = inbound
@@ -121,7 +121,7 @@ class UcxListener(SessionListener):
         return found
 
     def _go_on(self) -> None:
-        """Receive what was held, as far as there is room for notifications."""
+        """Receive held writes, as far as there is room for notifications."""
         for inbound in list(self._holding.values()):
             while inbound.held and inbound.session.has_room and inbound.endpoint is not None:
                 self._receive(inbound, inbound.held.popleft())
@@ -145,7 +145,7 @@ class UcxListener(SessionListener):
         inbound.endpoint.receive(targets, tag, lambda is_good: self._landed(inbound, message, is_good))
 
     def end(self, channel: bytes) -> None:
-        """The writer is gone, or has to go."""
+        """End a connection whose writer is gone, or has to go."""
         inbound = self._inbounds.pop(channel, None)
         if inbound is None or inbound.endpoint is None:
             return
@@ -185,12 +185,12 @@ class UcxRegion(Region):
     """Memory that a UCX worker of its own sends from and receives to."""
 
     scheme: ClassVar[str] = "ucx"
-    is_authenticated: ClassVar[bool] = False  # our messages are, UCX itself is not
+    is_authenticated: ClassVar[bool] = False  # PDX's messages are, UCX itself is not
     takes_gpus: ClassVar[bool] = True
     settings: ClassVar[dict[str, str]] = {}  # more of UCX
 
     def __init__(self, memory: Memory, host: str, wake: Event) -> None:
-        """The user's UCX_NET_DEVICES has precedence; UCX_TLS says by what means."""
+        """The user's UCX_NET_DEVICES takes precedence; UCX_TLS selects UCX's transports."""
         super().__init__(memory, host, wake)
         settings = settings_for(host, **{"RNDV_THRESH": "8192", **self.settings})
         self.channels: dict[bytes, UcxChannel] = {}  # the engine's thread's
@@ -204,7 +204,7 @@ class UcxRegion(Region):
         return ucx_engine.availability()
 
     def _listening(self) -> UcxListener:
-        return self._receiver  # the worker is listening since it was made
+        return self._receiver  # the worker listens from the start
 
     def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Event) -> UcxChannel:
         address = unsealed(remote)
@@ -222,7 +222,7 @@ class UcxRegion(Region):
         return self.memory.view[offset : offset + nbytes]
 
     def on_thread(self, work: Callable[[], None]) -> None:
-        """Have the engine's thread do this, unless it has ended and everything with it."""
+        """Have the engine's thread do this, unless the engine has ended."""
         try:
             self.engine.call(work)
         except ChannelBroken:
