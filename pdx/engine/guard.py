@@ -90,6 +90,7 @@ class SchedulerGuard(_Guard):
     arrived = _hook("arrived")
     not_loaded = _hook("not_loaded", frozenset)
     load_failed = _hook("load_failed")
+    withdrawn = _hook("withdrawn", tuple)
     heard = _hook("heard")
     loaded = _hook("loaded")
     sources = _hook("sources", dict)

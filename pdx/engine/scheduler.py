@@ -270,6 +270,20 @@ class SchedulerHalf:
             self._spoil(tracked)
         return blocks
 
+    def withdrawn(self, request_id: str, num_drafts: int) -> Sequence[bytes]:
+        """The request was preempted while a step was being planned.
+
+        :returns: the hashes of its blocks that this step may have been the first to fill. `num_drafts`: at most so many
+            tokens of its last blocks are drafts, rejected or not computed yet.
+        """
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return ()
+        layout, computed = self._groups[0], tracked.local_tokens
+        if tracked.load is None:  # a load gives it blocks that may still be empty; else only the last one may be
+            computed = (len(tracked.block_ids) - 1) * layout.block_tokens - num_drafts
+        return tracked.request.block_hashes[max(0, computed) // layout.tokens_per_hash :]
+
     def load_failed(self, request_id: str) -> None:
         """A part of the request's load failed, and the engine recomputes the whole prompt."""
         tracked = self._requests.get(request_id)

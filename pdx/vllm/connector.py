@@ -270,6 +270,8 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         return tuple(sorted({place.table for place in self.groups.beside(self._drafts).places}))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if getattr(self._vllm_config.scheduler_config, "policy", "") == "priority" and self._blocks is not None:
+            self._withdraw(scheduler_output.preempted_req_ids or ())
         plan = self.scheduler.plan_step(partial(step_record, scheduler_output))
         claims = self._names.claims
         if not claims:  # no request has an adapter
@@ -295,6 +297,16 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             self.scheduler.heard(told.news)
         for request_id in connector_output.finished_recving or ():
             self.scheduler.loaded(request_id)
+
+    def _withdraw(self, preempted: Iterable[str]) -> None:
+        """With priorities vLLM may preempt a request that already has a place in this step. It leaves the blocks that
+        the step would have filled in its cache, under their hashes: no later step may find them there."""
+        drafts = 2 * getattr(self._vllm_config.speculative_config, "num_speculative_tokens", 0)  # and as many ahead
+        for request_id in preempted:
+            hashes = self.scheduler.withdrawn(request_id, drafts)
+            for block_hash, table in itertools.product(hashes, range(self.groups.num_tables)):
+                while found := self._blocks.get_cached_block(block_hash, [table]):
+                    self._evict(block.block_id for block in found)
 
     def _evict(self, blocks: Iterable[int]) -> None:
         """Evict these from vLLM's own prefix cache, in use or not. Other connectors may report unknown ids."""

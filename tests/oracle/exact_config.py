@@ -30,12 +30,12 @@ class Shape:
     """How an engine is configured. `kind`: of its model, one of `KINDS`. `connector`: in vLLM's terms, None: it has
     none. `beside`: the connectors that MultiConnector has, empty: `connector` alone.
 
-    `stages`: how many layers each stage of its pipeline has, the later ones a step behind; empty: it has none.
-    `ranks`: of each stage, which have the heads among them. `threshold`: tokens of one prompt in a step, 0: no limit.
-    `drafts`: whether tokens are proposed and checked. `draft_layers`: so many last layers are a draft model's, which is
-    called `drafter`; with `drafts` it proposes them. `graphs`: steps of so many tokens at most call no hooks.
-    `weights`: of its model. `content`: it has adapters and sees pictures. `runner`: which of vLLM's two. `defers`,
-    `caps`: see `exact_releases`. `extra`: settings of the connector.
+    `stages`: how many layers each stage of its pipeline has, the later ones a step behind; empty: it has none. `ranks`:
+    of each stage, which have the heads among them. `threshold`: tokens of one prompt in a step, 0: no limit. `drafts`:
+    whether tokens are proposed and checked. `draft_layers`: so many last layers are a draft model's, which is called
+    `drafter`; with `drafts` it proposes them. `graphs`: steps of so many tokens at most call no hooks. `priorities`:
+    requests have some. `weights`: of its model. `content`: it has adapters and sees pictures. `runner`: which of vLLM's
+    two. `defers`, `caps`: see `exact_releases`. `extra`: settings of the connector.
     """
 
     asynchronous: bool = False
@@ -47,6 +47,7 @@ class Shape:
     budget: int = 2048  # tokens in a step
     seqs: int = 8
     threshold: int = 0
+    priorities: bool = False
     drafts: bool = False
     draft_layers: int = 0
     drafter: str = "a drafter"
@@ -94,6 +95,7 @@ def vllm_config(shape: Shape, name: str, model: Path, node: str) -> Any:
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             long_prefill_token_threshold=shape.threshold,
+            policy="priority" if shape.priorities else "fcfs",
         ),
         cache_config=cache,
         **({"kv_transfer_config": KVTransferConfig(**transfer, engine_id=name)} if transfer else {}),

@@ -241,6 +241,7 @@ class Engine:
         salt: str | None = None,
         lora: Any = None,
         pictures: Sequence[Picture] = (),
+        priority: int = 0,
     ) -> None:
         """A request for `count` tokens; `params` are its `kv_transfer_params`, `lora` is vLLM's `LoRARequest`."""
         parse_params(params)  # one that is refused runs without a transfer, and would test nothing
@@ -255,6 +256,7 @@ class Engine:
             block_hasher=self._hasher,
             lora_request=lora,
             mm_features=[_feature(each) for each in pictures],
+            priority=priority,
         )
         if lora is not None or pictures:
             self._inputs[name] = lora, tuple(pictures)

@@ -299,6 +299,22 @@ def test_requests_that_are_preempted_find_what_they_have_saved(bed: OracleBed, a
     read_by_another(bed, *prompts.values(), **of(kind))
 
 
+def test_nobody_finds_what_a_step_was_to_compute_of_a_request_that_it_has_preempted(bed: OracleBed) -> None:
+    """One of higher priority takes its place in the step that it has a place in already: vLLM leaves the blocks that
+    it would have filled in its cache, where the request finds them when it goes on, and saves them."""
+    engine = bed.engine("e", priorities=True, blocks=40, budget=512, seqs=4, threshold=64)
+    for length in range(105, 112):  # in one of these it ends a block when there is none left
+        low, high, other = (f"{name} {length}" for name in ("low", "high", "other"))
+        engine.add(low, bed.tokens(510, low), 20, priority=5)
+        engine.add(other, bed.tokens(5, other), 1, priority=9)  # limits how much of the first one is in a step
+        while not engine.requests[low].num_computed_tokens:
+            engine.step()
+        engine.add(high, bed.tokens(length, high), 40)
+        engine.run()
+        engine.check(low, high)
+    assert engine.preemptions
+
+
 def test_drafts_that_are_rejected_are_not_saved(bed: OracleBed) -> None:
     history = written(bed)
     reader = bed.engine("reader", drafts=True)
