@@ -306,7 +306,7 @@ class Proxy:
     @web.middleware
     async def _refuse_when_stopping(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse new requests while draining, so that the client tries another proxy."""
-        if not self.drain.has_begun:
+        if not self.drain.has_begun or request.path == "/healthz":
             return await handler(request)
         self.env.counters["refused_while_stopping"] += 1
         response = error_response(*_STOPPED, retry_after_s=1)

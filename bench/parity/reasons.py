@@ -116,7 +116,7 @@ REASONS = (
     Reason("request id", "A client's own `X-Request-Id` comes back.", _header("x-request-id"), True),
     Reason("pages", "Scripts of web pages are let in by `--allowed-origins` only; vLLM's default is all.", _page, True),
     Reason("health", "`/health` and `/ping` tell of all engines, as JSON.", _state),
-    Reason("head", "`HEAD` is answered where `GET` is.", _head),
+    Reason("head", "`HEAD` is answered where the proxy answers `GET` itself.", _head),
     Reason(
         "not for clients",
         "Routes that set an engine up, look into it or stop it are 404, and so are its metrics and its pages.",

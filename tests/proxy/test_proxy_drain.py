@@ -29,6 +29,7 @@ async def test_new_requests_are_refused_and_those_under_way_go_on(made):
     for path in ("/health", "/v1/models"):
         async with made.client.get(made.url + path) as response:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
+    assert (await made.get("/healthz"))[0] == 200, "or whoever looks after it would end what goes on"
     status, headers, raw = await made.post(COMPLETIONS, BODY)
     assert (status, headers["Retry-After"], headers["Connection"]) == (503, "1", "close")
     assert json.loads(raw)["error"]["code"] == 503
