@@ -1,12 +1,12 @@
-"""The conformance suite of channels: every backend passes it, ours and anybody else's.
+"""The conformance suite of channels: every backend passes it, PDX's own and others'.
 
 A test file needs no more than
 
     class TestMyScheme(ChannelConformance):
         region = MyRegion
 
-and pytest. Regions lie in files in /dev/shm; `memories` names other kinds, which sides and peers are given in turn.
-Peers that die, stop and restart are processes of their own.
+and pytest. Regions are files in /dev/shm; `memories` names other kinds, which sides and peers get in turn. Peers that
+die, stop and restart are processes of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdx.transports.channel import Region  # noqa: E402
 
 
 class ChannelSetting:
-    """What tests of the suite need: subclass it beside some of them where not all are wanted."""
+    """What tests of the suite need: subclass it beside some of them if not all are wanted."""
 
     region: ClassVar[type[Region]]
     memories: ClassVar[Sequence[type[SideMemory]]] = (HostFile,)
@@ -41,14 +41,14 @@ class ChannelSetting:
 
     @pytest.fixture(autouse=True)
     def available(self, around: None) -> None:
-        """Skips with the reason where the scheme cannot work."""
+        """Skips, with the reason, if the scheme cannot work."""
         found = self.region.availability()
         if not found.is_ok:
             pytest.skip(f"{self.region.scheme}: {found.why}; {found.fix}")
 
     @pytest.fixture
     def checks(self) -> None:
-        """Only where the receiver can look at a write before it lands."""
+        """Skips if the receiver cannot look at a write before it lands."""
         if not self.region.checks_writes:
             pytest.skip(f"{self.region.scheme} writes are not seen by the receiver")
 
@@ -70,8 +70,8 @@ class ChannelSetting:
 
 
 class BetweenKindsOfMemory(ChannelSetting):
-    """The part of the suite that may depend on what either side's memory is, for two kinds in `memories`, both ways; or
-    on what the bytes of a channel go through that passes all of it otherwise."""
+    """The part of the suite that may depend on the kind of memory of either side, for two kinds in `memories`, both
+    ways; or on how bytes are processed on their way, for a channel that passes the whole suite otherwise."""
 
     _stopped_in_the_middle = Deaths._stopped_in_the_middle
     test_every_byte_arrives_and_no_other_changes = Writes.test_every_byte_arrives_and_no_other_changes
@@ -85,7 +85,7 @@ class BetweenKindsOfMemory(ChannelSetting):
 
 
 class BetweenProcesses(ChannelSetting, Deaths):
-    """The part of the suite in which no process writes to itself, which some kinds of memory cannot."""
+    """The part of the suite in which no process writes to itself, which some kinds of memory do not support."""
 
     test_to_and_from_another_process = Writes.test_to_and_from_another_process
     test_nothing_lands_where_it_was_taken_back = Grants.test_nothing_lands_where_it_was_taken_back

@@ -1,4 +1,4 @@
-"""Conformance of channels: abort, close, death, silence, restart, leaks, and what a peer makes up."""
+"""Conformance of channels: abort, close, death, silence, restart, leaks, and made-up details."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Endings:
     region: ClassVar[type[Region]]
 
     def test_abort_before_it_begins(self, stage: Stage) -> None:
-        """It is over soon, whatever became of it; without an error it has arrived. The channel goes on."""
+        """An aborted write is over soon; without an error it has arrived. The channel goes on."""
         writer, reader = stage.side(), stage.side()
         channel = writer.connect(reader.session((0, 8 * MIB))[1])
         transfers = _flood(channel)
@@ -52,7 +52,7 @@ class Endings:
         errors = stage.finish(transfers)
         assert set(errors) <= {"", "TransferAborted"}
         for transfer in transfers:
-            transfer.abort()  # which changes nothing any more
+            transfer.abort()  # a no-op by now
         assert stage.finish(transfers) == errors
         assert stage.written(channel, [Piece(0, 0, 16)], b"last") == ""
         arrived = {bytes([at]) for at, error in enumerate(errors) if not error} | {b"last"}
@@ -83,7 +83,7 @@ class Endings:
 
     @pytest.mark.parametrize("who", ["writer", "reader", "listener"])
     def test_closing_a_side_ends_what_is_in_flight(self, stage: Stage, who: str) -> None:
-        """From either end, with writes under way, twice."""
+        """From either end, with writes in flight, twice."""
         writer, reader = stage.side(), stage.side()
         transfers = _flood(writer.connect(reader.session((0, 8 * MIB))[1]))
         closes = {
@@ -163,7 +163,7 @@ class Deaths:
         assert stage.finish([channel.write([Piece(0, 0, MIB)], b"")], self.death_s) == ["ChannelBroken"]
 
     def test_a_stopped_peer_cannot_be_connected_to(self, stage: Stage, checks: None, peer: Peer) -> None:
-        """Connecting fails within its deadline, or works where the technology does not need the peer's processor."""
+        """Connecting fails within its deadline, where the technology needs the peer's processor."""
         _, remote = peer.session((0, MIB))
         side = stage.side()
         peer.stop()
@@ -171,7 +171,7 @@ class Deaths:
             side.region.connect(remote, timeout_s=0.3)
 
     def test_death_with_writes_in_flight(self, stage: Stage, peer: Peer) -> None:
-        """All of them are over before long; those that did not arrive are broken."""
+        """All of them are soon over; those that did not arrive are broken."""
         channel, transfers = self._stopped_in_the_middle(stage, peer)
         peer.kill()
         errors = stage.finish(transfers, self.death_s)
@@ -190,7 +190,7 @@ class Deaths:
         assert set(stage.finish(transfers)) <= {"", "ChannelBroken", "TransferAborted"}
 
     def test_a_reader_that_goes_on(self, stage: Stage, peer: Peer) -> None:
-        """Writes that waited for it arrive or break; none is lost in silence."""
+        """Writes that waited for it arrive or break; none is lost silently."""
         _, transfers = self._stopped_in_the_middle(stage, peer)
         peer.go_on()
         errors = stage.finish(transfers)
@@ -200,7 +200,7 @@ class Deaths:
 
     @pytest.mark.parametrize("end", ["kill", "stop"])
     def test_the_memory_a_lost_writer_wrote_to_comes_free(self, stage: Stage, peer: Peer, end: str) -> None:
-        """Its process is dead or stopped in the middle of a write: expelled, nothing of it lands any more."""
+        """A writer is killed or stopped in the middle of a write: once it is expelled, nothing of it lands any more."""
         if end == "stop" and not self.region.checks_writes:
             pytest.skip(f"{self.region.scheme}: only a dead peer is known not to write")
         reader = stage.side()
@@ -245,7 +245,7 @@ class Malformed:
     is_in_one_process: ClassVar[bool]
 
     def _connect(self, stage: Stage) -> Callable[..., str]:
-        """Connects, in a process of its own where possible: the name of the error, "" if there is none."""
+        """A function that connects, in another process if possible, and returns its error's name, or ""."""
         here = stage.side(MIB) if self.is_in_one_process else stage.peer(MIB)
 
         def connect(remote: RemoteRegion, timeout_s: float = 0.5) -> str:
@@ -262,7 +262,7 @@ class Malformed:
 
     @pytest.mark.hypothesis
     def test_made_up_details_are_refused(self, stage: Stage) -> None:
-        """Any bytes at all: an error of ours, never a crash."""
+        """Any bytes at all: an error of PDX's, never a crash."""
         connect = self._connect(stage)
 
         @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -276,7 +276,7 @@ class Malformed:
         assert connect(remote) in ("ChannelBroken", "ChannelUnavailable")
 
     def test_damaged_details_do_no_harm(self, stage: Stage) -> None:
-        """A right one, cut short, with a byte changed or of another scheme: an error of ours, or a channel, never a
+        """A valid detail, truncated, with a byte changed or of another scheme: an error of PDX's, or a channel, never a
         crash."""
         connect = self._connect(stage)
         _, remote = stage.side(MIB).session((0, MIB))

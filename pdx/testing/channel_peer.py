@@ -1,4 +1,4 @@
-"""A region on strings: reads one JSON list [verb, arguments…] per line, answers one JSON value per line.
+"""A remote-controlled region: reads one JSON list [verb, arguments…] per line, answers one JSON value per line.
 
     python -m pdx.testing.channel_peer module:RegionClass module:SideMemoryClass module:world BYTES SEED
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _verbs(stage: Stage, side: Side) -> dict[str, Callable[..., Any]]:
-    """By name. Channels and transfers are said by their numbers."""
+    """The verbs by name. Channels and transfers are named by number."""
     channels: list[Channel] = []
     transfers: list[Transfer] = []
 
@@ -51,7 +51,7 @@ def _verbs(stage: Stage, side: Side) -> dict[str, Callable[..., Any]]:
         side.region.listen().grant(bytes.fromhex(token), offset, nbytes)
 
     def payloads(count: int) -> list[str]:
-        """Wait for that many notifications; what all so far say."""
+        """Wait for that many notifications. Returns the payloads of all so far."""
         return [payload.hex() for payload in stage.notified(side, count)]
 
     def connect(remote: str, timeout_s: float) -> int:
@@ -71,7 +71,7 @@ def _verbs(stage: Stage, side: Side) -> dict[str, Callable[..., Any]]:
         return count
 
     def finish() -> list[str]:
-        """Wait for all transfers; the names of their errors."""
+        """Wait for all transfers. Returns the names of their errors."""
         return stage.finish(transfers)
 
     def read(offset: int, nbytes: int) -> str:

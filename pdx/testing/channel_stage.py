@@ -44,7 +44,7 @@ from pdx.transports.channel import (
 MIB = 1 << 20
 FOLDER = "PDX_SIDES"  # variable that names where `HostFile` puts files; else /dev/shm
 
-# What is around a test and in each of its peers, as a fake driver; a function or class of some module.
+# The context of a test and of each of its peers, such as a fake driver: a function or class of some module.
 World: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -122,7 +122,7 @@ class HostFile(SideMemory):
         self.path = Path(os.environ.get(FOLDER, "/dev/shm")) / f"pdx-side-{os.getpid()}-{secrets.token_hex(4)}"
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, nbytes)  # a sparse file in a full /dev/shm ends whoever writes to it, by SIGBUS
+            os.posix_fallocate(fd, 0, nbytes)  # in a full /dev/shm, a write to a sparse file ends in SIGBUS
             view = memoryview(mmap.mmap(fd, nbytes))
         except BaseException:
             self.path.unlink()
@@ -160,7 +160,7 @@ class LegacyGpuBlock(GpuBlock):
 
 
 class SecondGpuBlock(GpuBlock):
-    """Of another GPU."""
+    """Memory of another GPU."""
 
     which = "1"
 
@@ -206,7 +206,7 @@ class Side:
         return token, remote
 
     def connect(self, remote: RemoteRegion) -> Channel:
-        """A channel to this region, which is there: a loaded machine gets all the time that a test has."""
+        """A channel to a region that exists: a loaded machine gets all the time that a test has."""
         return self.region.connect(remote, timeout_s=DEADLINE_S)
 
     def take(self) -> list[Notification]:
@@ -215,7 +215,7 @@ class Side:
         return self.seen
 
     def payloads(self) -> list[bytes]:
-        """Of all of them."""
+        """The payloads of all of them."""
         return [each.payload for each in self.take()]
 
     def close(self) -> None:
@@ -249,13 +249,13 @@ class Peer:
         self._path = Path(path) if path else None
 
     def send(self, verb: str, *arguments: Any) -> None:
-        """Tell it to do something; it may be stopped."""
+        """Tell it to do something; it may be a stopped process."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([verb, *arguments]) + "\n")
         self._process.stdin.flush()
 
     def result(self) -> Any:
-        """What became of the oldest `send`: a value, which is no dict, or {"error": the class's name, "text": …}.
+        """The result of the oldest `send`: a value, which is no dict, or {"error": the class's name, "text": …}.
 
         :raises ChannelBroken: its process is dead.
         """
@@ -281,12 +281,12 @@ class Peer:
         return token, msgspec.msgpack.decode(bytes.fromhex(detail), type=RemoteRegion)
 
     def connect(self, remote: RemoteRegion, timeout_s: float = DEADLINE_S) -> Any:
-        """Connect to this region: the channel's number, or the error, as `result` has it."""
+        """Connect to this region. Returns the channel's number, or the error as `result` has it."""
         self.send("connect", msgspec.msgpack.encode(remote).hex(), timeout_s)
         return self.result()
 
     def write(self, channel: int, pieces: Iterable[Piece], notify: bytes = b"") -> Any:
-        """Start a write: the transfer's number."""
+        """Start a write. Returns the transfer's number."""
         return self.do("write", channel, [[piece.local, piece.remote, piece.nbytes] for piece in pieces], notify.hex())
 
     def bytes(self, offset: int, nbytes: int) -> bytes:
@@ -328,7 +328,7 @@ class Peer:
 
 
 class Bell(threading.Event):
-    """The `wake` of a region or channel: whenever it is set, whoever waits on its stage looks again."""
+    """The `wake` of a region or channel: whenever it is set, all that wait on its stage look again."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -350,7 +350,8 @@ class Stage(Closing):
         memories: Sequence[type[SideMemory]] = (HostFile,),
         world: World = contextlib.nullcontext,
     ) -> None:
-        """`memories`: what sides and peers lie in, in turn. `world` is around each peer, and already around us."""
+        """`memories`: kinds of memory for sides and peers, in turn. `world`: around each peer, and already around
+        this."""
         self._region = region
         self._memories = itertools.cycle(memories)
         self._world = world
@@ -371,7 +372,7 @@ class Stage(Closing):
         return peer
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-        """Wait for a `wake`, or every millisecond where a backend is polled, until `condition()` is true."""
+        """Wait for a `wake`, or for each millisecond if a backend is polled, until `condition()` is true."""
         deadline = time.monotonic() + timeout_s
         while True:
             before = self._num_wakes
@@ -393,20 +394,20 @@ class Stage(Closing):
             self._woken.notify_all()
 
     def finish(self, transfers: Iterable[Transfer], timeout_s: float = DEADLINE_S) -> list[str]:
-        """Wait until all are over: the name of each one's error, "" if it has none."""
+        """Wait until all are over. Returns the name of each one's error, "" if it has none."""
         transfers = list(transfers)
         waiting = transfers[::-1]
 
         def is_over() -> bool:
             while waiting and waiting[-1].poll():
-                waiting.pop()  # nobody asks it again: thousands of them are looked at once each
+                waiting.pop()  # not polled again: thousands of them are polled once each
             return not waiting
 
         self.until(is_over, f"{len(transfers)} transfers are over", timeout_s)
         return [type(transfer.error).__name__ if transfer.error else "" for transfer in transfers]
 
     def written(self, channel: Channel, pieces: list[Piece], notify: bytes = b"") -> str:
-        """Write and wait: the name of the error, "" if there is none."""
+        """Write and wait. Returns the name of the error, "" if there is none."""
         return self.finish([channel.write(pieces, notify)])[0]
 
     def notified(self, side: Side, count: int) -> list[bytes]:

@@ -1,5 +1,5 @@
-"""Conformance of channels: bytes arrive, all of them, where they belong, and notifications behind them; nobody writes
-where it was not let."""
+"""Conformance of channels: all bytes arrive where they belong, notifications behind them, and nothing lands outside of
+grants."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def connected(writer: Side, reader: Side, *spans: tuple[int, int]) -> Channel:
 
 
 def settle(transfers: list[Transfer]) -> None:
-    """Wait until all are over, or no more of them have been for a while."""
+    """Wait until all are over, or until none has ended for a while."""
     left, rounds = transfers, 0
     while left and rounds < _CALM_ROUNDS:
         before, left = left, [transfer for transfer in left if not transfer.poll()]
@@ -74,7 +74,7 @@ class Writes:
 
     @pytest.mark.parametrize("shape", _SHAPES)
     def test_every_byte_arrives_and_no_other_changes(self, stage: Stage, shape: str) -> None:
-        """Scattered pieces of all sizes; each piece is granted by itself, and everything beside it is guarded."""
+        """Scattered pieces of all sizes; each piece is granted by itself, and everything around it is guarded."""
         pieces, nbytes = scattered(_SHAPES[shape], seed=len(shape))
         writer, reader = stage.side(nbytes), stage.side(nbytes)
         before, source = bytes(reader.view), bytes(writer.view)
@@ -87,7 +87,7 @@ class Writes:
         assert bytes(writer.view) == source
 
     def test_a_notification_comes_once_and_behind_its_bytes(self, stage: Stage) -> None:
-        """Whenever one is there, the bytes it speaks of are, however many writes are in flight."""
+        """Whenever one is there, its bytes are, too, however many writes are in flight."""
         writer, reader = stage.side(), stage.side()
         channel = connected(writer, reader, (0, 8 * MIB))
         sizes = [MIB, 4096, 256 * _KIB, 64] * 6
@@ -155,7 +155,7 @@ class Writes:
         assert bytes(reader.view) == expected
 
     def test_a_write_wakes_who_waits_for_its_channel_and_nobody_else(self, stage: Stage) -> None:
-        """With a hundred peers a write to one of them would cost a hundred threads their sleep."""
+        """Otherwise, with a hundred peers, a write to one of them would wake a hundred threads."""
         writer, reader = stage.side(), stage.side()
         bells = [Bell(stage), Bell(stage)]
         remotes = [reader.session((0, MIB))[1] for _ in bells]
@@ -234,8 +234,8 @@ class Writes:
             channel.write([Piece(0, MIB + 1, MIB)], b"")
 
     def test_notifications_that_nobody_takes_are_bounded(self, stage: Stage) -> None:
-        """A writer does not fill the reader's memory with them: it waits, or is not heard, until some are taken. The
-        bound is each session's own, and a session that is expelled at its bound is over, and so are its writes."""
+        """A writer cannot fill the reader's memory with them: it waits, or its notifications are lost, until some are
+        taken. Each session has its own bound; one that is expelled at its bound is over, and so are its writes."""
         writer, reader = stage.side(), stage.side()
         listener = reader.region.listen()
         token, remote = reader.session((0, 8 * MIB))
@@ -257,7 +257,7 @@ class Writes:
         assert set(stage.finish(transfers)) == {""}
 
         def hears_later() -> bool:
-            """Of those before it, more than there is room for may have come only now."""
+            """Earlier ones, more than there is room for, may have come only now."""
             assert stage.written(channel, [Piece(0, 0, 64)], b"later") == ""
             return b"later" in reader.payloads()
 
@@ -308,7 +308,7 @@ class Grants:
         self._refused(stage, writer.connect(reader.session(*own)[1]), reader, [piece])
 
     def test_grants_come_and_go_while_connected(self, stage: Stage, checks: None) -> None:
-        """A span that was taken back is refused; one that is given later is not."""
+        """A write to a revoked span is refused; to one that is granted later it is not."""
         writer, reader = stage.side(), stage.side()
         token, remote = reader.session((0, MIB))
         listener = reader.region.listen()
@@ -321,7 +321,7 @@ class Grants:
         assert stage.written(writer.connect(remote), [Piece(0, MIB, MIB)]) == ""
 
     def test_nothing_lands_where_it_was_taken_back(self, stage: Stage, checks: None, peer: Peer) -> None:
-        """A peer that writes on and on: as soon as `revoke` is True the memory is another's, and stays as it is."""
+        """A peer keeps writing: as soon as `revoke` is True the memory has another owner, and does not change."""
         nbytes = 4 * MIB  # a write takes a while, so that one is landing when the span is taken back
         reader = stage.side()
         token, remote = reader.session((0, nbytes), (nbytes, MIB))
@@ -338,7 +338,7 @@ class Grants:
 
     @pytest.mark.parametrize("kind", ["unknown", "expelled", "almost right"])
     def test_a_wrong_token_opens_nothing(self, stage: Stage, kind: str) -> None:
-        """Where the receiver cannot tell, at least nobody hears of such a write."""
+        """If the receiver cannot tell, such a write is at least not notified."""
         writer, reader = stage.side(), stage.side()
         token, remote = reader.session((0, MIB))
         wrong = {
@@ -360,7 +360,7 @@ class Grants:
         assert not reader.take()
 
     def test_an_expelled_session_is_over(self, stage: Stage) -> None:
-        """Its channel breaks, its grants are gone; the other session goes on. Twice is as good as once."""
+        """Its channel breaks, its grants are gone; the other session goes on. Expelling twice changes nothing."""
         writer, reader = stage.side(), stage.side()
         token, remote = reader.session((0, MIB))
         other = writer.connect(reader.session((4 * MIB, MIB))[1])

@@ -1,4 +1,4 @@
-"""The conformance suite of tiers: ours pass it, and anybody else's shall.
+"""The conformance suite of tiers: PDX's own pass it, and others' should.
 
 A test file needs no more than
 
@@ -7,7 +7,7 @@ A test file needs no more than
         def store(self, tmp_path):
             return MyStore(tmp_path)
 
-and pytest. A `TierStore` opens tiers over one store and, if it can, damages and silences that. What a tier declares of
+and pytest. A `TierStore` opens tiers over one store and, if it can, damages and silences it. What a tier declares about
 itself (`is_shared`, `can_recode`, `can_pin`) says which tests apply; the others are skipped.
 """
 
@@ -26,10 +26,10 @@ from pdx.memory.form import Form
 from pdx.store.history import Cause
 from pdx.testing.tier_stage import DAMAGE, Content, TierStage, TierStore, alike, content, key
 
-KV_BYTES = 256 << 10  # of a chunk that can be encoded with a loss
+KV_BYTES = 256 << 10  # a chunk's, which can be encoded with a loss
 FORM = Form("int8", "bf16", (1, 4, 16, 2, 64))  # pages of 16 KiB: 16 in a chunk, 4 in a slice
 MIB = 1 << 20
-LOOP_S = 0.25  # what a call of the control loop takes at most; no deadline of a store is as short
+LOOP_S = 0.25  # the most that a call of the control loop may take; no deadline of a store is as short
 Make = Callable[..., TierStage]
 DAMAGED = ("corrupt", "truncated", "outdated")
 _used = itertools.count(1)
@@ -38,7 +38,7 @@ _used = itertools.count(1)
 class TierConformance:
     @pytest.fixture
     def store(self) -> TierStore:
-        """Of one test or of many, which use other chunks each."""
+        """The store, of one test or of many, which use different chunks."""
         raise NotImplementedError("say which store the tier is opened over")
 
     @pytest.fixture
@@ -59,13 +59,13 @@ class TierConformance:
 
     @pytest.fixture
     def numbers(self) -> list[int]:
-        """Of chunks that no other test has."""
+        """The numbers of chunks that no other test uses."""
         first = next(_used) * 64
         return list(range(first, first + 64))
 
     @pytest.fixture
     def other(self, stage: TierStage, store: TierStore, make: Make) -> TierStage:
-        """Another node, where several share the store."""
+        """Another node, if several share the store."""
         if not stage.tier.is_shared:
             pytest.skip("each node has its own")
         return make()
@@ -163,7 +163,7 @@ class TierConformance:
         assert [stage.load(numbers[0], shard) for shard in (0, 1)] == [None, None]
 
     def test_a_lookup_ends_at_the_first_key_that_is_missing(self, stage: TierStage, numbers: list[int]) -> None:
-        """More than one message asks for, where it has to ask."""
+        """With more keys than one message asks for, if it has to ask."""
         for number in [*numbers[:40], *numbers[41:44]]:
             assert stage.store(number)
         assert stage.count(numbers) == 40
@@ -204,7 +204,7 @@ class TierConformance:
     def test_another_node_finds_what_one_has_stored(
         self, stage: TierStage, other: TierStage, numbers: list[int]
     ) -> None:
-        """And stores it no second time; what it took for missing, it asks for again."""
+        """It does not store it a second time, and asks again for what it took for missing."""
         assert other.count(numbers[:3]) == 0
         assert [stage.store(number) for number in numbers[:2]] == [True, True]
         other.now += 2.0
@@ -219,7 +219,7 @@ class TierConformance:
     # ---- what is deleted --------------------------------------------------------------------
 
     def test_what_is_deleted_is_gone(self, stage: TierStage, store: TierStore, numbers: list[int]) -> None:
-        """Also for the next tier; and what comes afterwards is stored."""
+        """Also for the next tier; a later store works again."""
         for shard in range(2):
             assert stage.store(numbers[0], shard, shards=2)
         assert stage.store(numbers[1])
@@ -236,7 +236,7 @@ class TierConformance:
         assert stage.load(numbers[0]) is None
 
     def test_what_is_deleted_before_its_turn_is_not_stored(self, stage: TierStage, numbers: list[int]) -> None:
-        """Its copy was admitted before, and gives the tier its jobs later."""
+        """Its copy was admitted before the delete, and gives the tier its jobs later."""
         copy = stage.copy([key(number) for number in numbers[:2]])
         assert stage.granted(copy) == [0, 1]
         stage.tier.evict([key(numbers[0])])
@@ -251,7 +251,7 @@ class TierConformance:
     def test_what_is_deleted_while_it_is_stored_is_not_there_afterwards(
         self, stage: TierStage, numbers: list[int]
     ) -> None:
-        """Whether the store had begun, or was over already and the control loop had not heard."""
+        """Whether the store had begun, or was over without the control loop's knowledge."""
         copies = [stage.start_store(number, at=at) for at, number in enumerate(numbers[:8])]
         stage.tier.evict([key(number) for number in numbers[:4]])
         call = stage.next_call()
@@ -315,7 +315,7 @@ class TierConformance:
     def test_whatever_is_stored_no_wrong_byte_is_loaded(
         self, make: Make, store: TierStore, numbers: list[int], codec: str, damage: str
     ) -> None:
-        """It costs a miss and a counter, and is stored again; others are not touched."""
+        """Damage costs a miss and a counter, and the chunk is stored again; others are not touched."""
         stage = make(codec, alike)
         assert [stage.store(number) for number in numbers[:2]] == [True, True]
         assert stage.count(numbers[:2]) == 2
@@ -359,7 +359,7 @@ class TierConformance:
     def test_a_store_that_does_not_answer_keeps_nobody_waiting(
         self, stage: TierStage, store: TierStore, numbers: list[int]
     ) -> None:
-        """Neither the control loop, nor what was given, nor what comes; afterwards all is as before."""
+        """Neither the control loop, nor earlier jobs, nor later ones; afterwards all is as before."""
         assert [stage.store(number) for number in numbers[:4]] == [True] * 4
         assert stage.count(numbers[:4]) == 4
         try:
@@ -418,7 +418,7 @@ class TierConformance:
         assert not tier.is_pinned(key(numbers[0]))
 
     def recode(self, stage: TierStage, numbers: list[int], codec: str, *, to: int = 0, shards: int = 1) -> Any:
-        """Have it store these in another form; what failed, by kind."""
+        """Have the tier store these in another form. Returns what failed, by kind."""
         if not stage.tier.can_recode:
             pytest.skip("it stores chunks in one form")
         told: dict[bytes, Any] = {}
@@ -430,7 +430,7 @@ class TierConformance:
         return {at: error and error.kind for at, error in zip(numbers, map(told.get, map(key, numbers)), strict=True)}
 
     def test_chunks_are_stored_in_another_form_and_back(self, make: Make, store: TierStore, numbers: list[int]) -> None:
-        """Under the same key, where nothing is lost."""
+        """Under the same key, if nothing is lost."""
         stage = make("none", alike)
         assert [stage.store(number, shard, shards=2) for number in numbers[:2] for shard in (0, 1)] == [True] * 4
         sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""A tier with an arena beside it, and a control loop on virtual time that the test turns."""
+"""A tier with an arena beside it, and a control loop on virtual time, which the test drives."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pdx.telemetry.env import Env
 from pdx.telemetry.mailbox import Mailbox
 from pdx.wire.status import TierStatus
 
-HANGS_S = 60.0  # what takes so long hangs
-Content = Callable[[int, int, int], bytes]  # of a chunk: by number, shard and size
+HANGS_S = 60.0  # what takes so long counts as hanging
+Content = Callable[[int, int, int], bytes]  # a chunk's bytes: by number, shard and size
 _arenas = itertools.count()
 _FEW = bytes(byte & 3 for byte in range(256))
 DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
@@ -47,19 +47,19 @@ def key(number: int) -> bytes:
 
 
 def content(number: int, shard: int, nbytes: int) -> bytes:
-    """Its bytes, which no codec makes smaller."""
+    """A chunk's bytes, which no codec makes smaller."""
     return random.Random(number << 8 | shard).randbytes(nbytes)
 
 
 def alike(number: int, shard: int, nbytes: int) -> bytes:
-    """Bytes that a codec makes smaller: elements of two bytes, of which one is nearly the same in all of them."""
+    """Bytes that a codec makes smaller: elements of two bytes, one of which is nearly the same in all elements."""
     raw = bytearray(random.Random(number << 8 | shard).randbytes(nbytes))
     raw[1::2] = raw[1::2].translate(_FEW)
     return bytes(raw)
 
 
 class TierStore(ABC):
-    """What tiers under test keep their chunks in. It outlives the tiers that are opened over it."""
+    """The store in which tiers under test keep their chunks. It outlives the tiers that are opened over it."""
 
     is_durable = True  # whether the next tier that is opened finds what the one before has stored
 
@@ -68,16 +68,16 @@ class TierStore(ABC):
         """A tier over this store, which encodes by `codec`."""
 
     def alter(self, key: bytes, shard: int, change: Callable[[bytes], bytes | None]) -> None:
-        """Put other bytes in the place of those that a chunk is stored as, header included; None: none at all."""
+        """Replace the bytes that a chunk is stored as, header included; None: remove them."""
         raise NotImplementedError
 
     def silent(self) -> AbstractContextManager[None]:
-        """The store answers nothing meanwhile; calls that are under way do not return."""
+        """Inside the block the store does not answer; calls in flight do not return."""
         raise NotImplementedError
 
 
 class Calls(Mailbox):
-    """What threads post, for a loop that makes one call at a time and lets its errors through."""
+    """A mailbox for a loop that makes one posted call at a time and lets its errors through."""
 
     def __init__(self) -> None:
         super().__init__(Env().faults)
@@ -110,16 +110,16 @@ class TierStage(TierHost):
         self.arena = Arena.create(folder / name, slots * round_up(slot_bytes))
         self.memory = [self.arena]
         self.numbers = itertools.count(1)
-        self.answers: list[bytes] = []  # keys that the tier was asked for
-        self.gone: list[bytes] = []  # keys that it has said to have removed
+        self.answers: list[bytes] = []  # keys that the tier has answered for
+        self.gone: list[bytes] = []  # keys that it has reported as removed
         self.used: set[bytes] = set()  # keys that requests find in memory
         self._loading: set[int] = set()  # copies
         self._longest_s = [0.0] * 3
         self.open()
 
     def open(self) -> None:
-        """A tier as a node that starts has it; the one before must be closed."""
-        while not self._calls.waiting.empty():  # of the one before: nobody makes these
+        """Open the tier as a starting node does; the one before must be closed."""
+        while not self._calls.waiting.empty():  # of the one before: these are not made
             self._calls.waiting.get()
         self.over: dict[int, PdxError | None] = {}  # by number of a copy: how its job ended
         self.tier = self._make(self)
@@ -129,13 +129,13 @@ class TierStage(TierHost):
         return self
 
     def close_tier(self) -> None:
-        """Close it, and make what calls it has posted."""
+        """Close the tier, and make the calls that it has posted."""
         self.tier.close()
         while not self.is_quiet:
             self.turn()
 
     def reopen(self) -> None:
-        """As a restart of the node does: what the tier keeps stays, and all else is gone."""
+        """Reopen the tier as a restart of the node does: what it has stored stays, and all else is gone."""
         self.close_tier()
         self.open()
         self.opened()
@@ -170,7 +170,7 @@ class TierStage(TierHost):
         return self._calls.waiting.empty()
 
     def next_call(self) -> Callable[[], None]:
-        """What a thread has posted next, or posts; the test makes the call."""
+        """The next call that a thread has posted, or posts; the test makes it."""
         return self._calls.waiting.get(timeout=HANGS_S)
 
     def turn(self) -> None:
@@ -181,11 +181,11 @@ class TierStage(TierHost):
             self.turn()
 
     def settle(self) -> None:
-        """Until no job is under way, and nothing is to be called."""
+        """Turn until no job is in flight and no call is waiting."""
         self.until(lambda: self.is_quiet and self.tier.is_idle)
 
     def timed(self, call: Callable[[], Any]) -> Any:
-        """What the control loop calls, by the real clock."""
+        """Make a call of the control loop, timed by the real clock."""
         started_at = time.perf_counter()
         result = call()
         self._longest_s = sorted([*self._longest_s, time.perf_counter() - started_at])[1:]
@@ -193,7 +193,7 @@ class TierStage(TierHost):
 
     @property
     def longest_s(self) -> float:
-        """What a call of the control loop took at most, but for two that a core may have been taken away from."""
+        """The longest call of the control loop, except for two, which may have lost their core meanwhile."""
         return self._longest_s[0]
 
     # ---- chunks -----------------------------------------------------------------------------
@@ -210,12 +210,12 @@ class TierStage(TierHost):
         return bytes(self.arena.view(slot))
 
     def copy(self, keys: Sequence[bytes], shards: int = 1, nbytes: int | None = None, layers: int = 4) -> Any:
-        """As much of a `Copy` as a tier looks at."""
+        """The parts of a `Copy` that a tier looks at."""
         chunks = [SimpleNamespace(slot=self.slot(0, nbytes), layers=layers) for _ in range(len(keys) * shards)]
         return SimpleNamespace(number=next(self.numbers), keys=keys, shards=shards, chunks=chunks)
 
     def granted(self, copy: Any) -> list[int]:
-        """For which of its keys the tier has room, by index."""
+        """The indices of its keys that the tier has room for."""
         grant = self.timed(lambda: self.tier.admit(copy))
         return list(grant.keys)
 
@@ -240,7 +240,7 @@ class TierStage(TierHost):
         layers: int = 4,
         form: str = "",
     ) -> Any:
-        """Copy chunk `number` from slot `at`; the copy, or None if the tier left it out."""
+        """Begin to store chunk `number` from slot `at`. Returns the copy, or None if the tier left it out."""
         slot = self.slot(at, nbytes)
         self.put(slot, self.content(number, shard, slot.nbytes))
         copy = self.copy([key(number)], shards, nbytes, layers)
@@ -252,26 +252,26 @@ class TierStage(TierHost):
     def start_load(
         self, number: int, shard: int = 0, *, at: int = 1, nbytes: int | None = None, layers: int = 4
     ) -> Any:
-        """Begin to load chunk `number` into slot `at`, which is zeroed before: the copy."""
+        """Begin to load chunk `number` into slot `at`, which is zeroed before. Returns the copy."""
         slot = self.slot(at, nbytes)
         self.put(slot, bytes(slot.nbytes))
         return self.give("load", self.copy([key(number)], 1, nbytes, layers), number, shard, slot, layers=layers)
 
     def end(self, copy: Any) -> Any:
-        """Wait for the copy's job; its error."""
+        """Wait for the copy's job. Returns its error."""
         self.until(lambda: copy.number in self.over)
         self.tier.over(copy)
         return self.over[copy.number]
 
     def store(self, number: int, shard: int = 0, **settings: Any) -> Any:
-        """Store it and wait: whether it is stored."""
+        """Store a chunk and wait. Returns whether it is stored."""
         copy = self.start_store(number, shard, **settings)
         is_stored = copy is not None and self.end(copy) is None
         self.settle()
         return is_stored
 
     def load(self, number: int, shard: int = 0, *, at: int = 1, nbytes: int | None = None, **settings: Any) -> Any:
-        """The error, or None if the right bytes are in the arena."""
+        """Load a chunk and wait. Returns the error, or None if the right bytes are in the arena."""
         error = self.end(self.start_load(number, shard, at=at, nbytes=nbytes, **settings))
         self.settle()
         if error is None:
@@ -280,7 +280,7 @@ class TierStage(TierHost):
         return error
 
     def count(self, numbers: Sequence[int], shards: int = 1) -> int:
-        """How many of the leading ones are there, as a request learns it that waits for the answer."""
+        """How many of the leading chunks are there, as a request finds out that waits for the answer."""
         keys = [key(number) for number in numbers]
         while True:
             held = self.timed(lambda: self.tier.find(keys, shards))

@@ -1,4 +1,4 @@
-"""Waiting for what another process or thread will do: the one way of tests and benches."""
+"""Waiting for what another process or thread will do: how all tests and benches do it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ _ROUND_S = 0.05
 
 
 def came_true(condition: Callable[[], Any], timeout_s: float, *, pause_s: float = PAUSE_S) -> Any:
-    """Poll until `condition()` is true or the time is over; what it returned last.
+    """Poll until `condition()` is true or the time is over. Returns its last result.
 
-    A round counts for `_ROUND_S` and a pause at most: while the machine stood still, so did the process that is
-    waited for.
+    A round counts for at most `_ROUND_S` and a pause: while the machine stood still, so did the awaited process.
     """
     left_s = timeout_s
     while True:
