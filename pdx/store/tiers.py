@@ -83,7 +83,7 @@ class Tiers(TierHost):
         self._load_s = load_s
         self._counters = env.counters
         self._clock = env.clock
-        self._named = Siblings()  # chunks that were given to a tier, and may still be in one
+        self._named = Siblings()  # chunks that a tier may have, even after they left memory
         self._chunk_bytes = 0  # of the chunk last found below, all shards
         self._probed_at: dict[Tier, float] = {}  # when a chunk was last loaded to measure the tier …
         self._waited_at: dict[Tier, float] = {}  # … and when a request last waited for its answer

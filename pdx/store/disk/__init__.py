@@ -1,1 +1,1 @@
-"""Chunks in files: the disk tier, the form of a file, and a scrub."""
+"""The disk tier: chunks in files, their format, and a scrub."""

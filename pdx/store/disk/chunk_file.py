@@ -1,15 +1,15 @@
 """The file of one chunk of one shard in a disk tier: a header, then the chunk's bytes, encoded or not.
 
-Both are as `pdx.store.chunk_format` has them. A file is written under another name, its bytes
-are on the disk (`fdatasync`) and only then it gets its own name: neither a process that is killed nor a machine without
-power leaves a half file under a chunk's name. What goes wrong all the same is found by the digests when it is read.
+The format is that of `pdx.store.chunk_format`. A file is written under a temporary name, synced (`fdatasync`), and only
+then renamed, so that neither a killed process nor a power failure leaves an incomplete file under a chunk's name. Other
+damage is found by the digests when the file is read.
 
-Its name says what an index needs, so that a node which starts has to open none of them:
+The name has all that the index needs, so that a node need not open the files when it starts:
 
     <two hex digits>/<key>-<shard>-<slices>-<bytes>.chunk
-    <two hex digits>/<key>-<shard>-<slices>-<bytes>-<bytes behind the header>.chunk    of an encoded chunk
+    <two hex digits>/<key>-<shard>-<slices>-<bytes>-<bytes after the header>.chunk    of an encoded chunk
 
-The file's modification time says when the chunk was last used.
+The file's modification time is the time of the chunk's last use.
 
 Everything here waits for the disk: it is for the threads of `pdx.store.disk.tier`.
 """
@@ -53,8 +53,8 @@ NAME = re.compile(
     r"([0-9a-f]{32})-([0-9]{1,6})-([1-9][0-9]{0,5})"
     r"-([1-9][0-9]{0,14})(?:-([1-9][0-9]{0,14}))?\.chunk"  # sizes are positive, without leading zeros
 )
-_INLINE = 4  # a file of so few blocks needs no block that says where they are, nor do so few of those …
-_LISTED_BYTES = 12  # … and each takes so many of such a block, behind as many of its own
+_INLINE = 4  # up to so many blocks, of data or of pointers, need no further block of pointers …
+_LISTED_BYTES = 12  # … in which each entry, and its header, takes so many bytes
 _WRITE_KINDS = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
@@ -71,15 +71,15 @@ _READ_KINDS = {
     errno.ENFILE: "exhausted",
     errno.ENOMEM: "exhausted",
 }
-_CALL_BYTES = 8 << 20  # read or written by one system call, whole blocks; a job can end between two
+_CALL_BYTES = 8 << 20  # per system call, whole blocks; a job can be cancelled between two
 
 
 @lru_cache(1024)
 def disk_bytes(nbytes: int, layers: int, *, block_bytes: int = HEADER_BYTES) -> int:
-    """The most that a file with so many bytes behind its header takes on a disk: whole blocks, and those that say where
-    they are."""
+    """An upper bound of the disk space of a file with so many bytes after its header: whole blocks, and the file
+    system's blocks of pointers to them."""
     blocks = -(-(header_bytes(layers) + round_up(nbytes)) // block_bytes)
-    listed = (min(block_bytes, HEADER_BYTES) - _LISTED_BYTES) // _LISTED_BYTES  # of one file system or another
+    listed = (min(block_bytes, HEADER_BYTES) - _LISTED_BYTES) // _LISTED_BYTES  # the least of common file systems
     level = total = blocks
     while level > _INLINE:
         level = -(-level // listed)
@@ -94,18 +94,18 @@ def path_of(root: Path, file: ChunkFile) -> Path:
 
 
 class ChunkFile(msgspec.Struct, frozen=True, gc=False, order=True):
-    """One file, as its name says."""
+    """A file, as its name describes it."""
 
     key: bytes
     shard: int
     layers: int
     nbytes: int
-    coded: int = 0  # of an encoded chunk, the bytes behind the header; 0: it is not encoded
-    block_bytes: int = HEADER_BYTES  # of its file system, which its name does not say
+    coded: int = 0  # bytes after the header of an encoded chunk; 0: it is not encoded
+    block_bytes: int = HEADER_BYTES  # of its file system; not in the name
 
     @property
     def charge(self) -> int:
-        """Bytes of the cap."""
+        """Bytes that the file takes of the cap."""
         return disk_bytes(self.coded or self.nbytes, self.layers, block_bytes=self.block_bytes)
 
     @property
@@ -114,35 +114,35 @@ class ChunkFile(msgspec.Struct, frozen=True, gc=False, order=True):
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder of chunks; a disk's own `lost+found` is none."""
+    """Whether it is a folder of chunks, unlike the disk's own `lost+found`."""
     return _FOLDER.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
 
 
 def named(match: re.Match[str], block_bytes: int = HEADER_BYTES) -> ChunkFile:
-    """The file of this name."""
+    """The file with a name that matched `NAME`."""
     key, shard, layers, nbytes, coded = match.groups()
     return ChunkFile(bytes.fromhex(key), int(shard), *_sizes(layers, nbytes), int(coded or 0), block_bytes)
 
 
 @lru_cache(1024)
 def _sizes(layers: str, nbytes: str) -> tuple[int, int]:
-    """Slices and bytes of the chunk. Cached, so that a million files share these numbers."""
+    """Slices and bytes of the chunk, cached so that a million files share these numbers."""
     return int(layers), int(nbytes)
 
 
 def touch(path: Path) -> None:
-    """The chunk was used just now. Where the file cannot say so, as on a file system that is read-only, the order of
-    use is lost."""
+    """Record that the chunk was used now. Best effort: on a read-only file system, for example, the order of use is
+    lost."""
     with contextlib.suppress(OSError):
         now_ns = time.time_ns()
         os.utime(path, ns=(now_ns, now_ns), follow_symlinks=False)
 
 
 def contents(path: Path, file: ChunkFile, is_over: Over, *, is_direct: bool) -> tuple[memoryview, int]:
-    """The bytes of a chunk, checked and decoded, in whole granules, for who writes them anew; and when it was used last
-    (ns since the epoch).
+    """The bytes of a chunk, checked and decoded, in whole granules, to be rewritten; and the time of its last use (ns
+    since the epoch).
 
-    :raises TierError: it could not be read, or is not what was written, or `is_over`.
+    :raises TierError: it could not be read, is damaged, or `is_over`.
     """
     header, data, info = _whole(path, file, is_over, is_direct=is_direct)
     return unpacked(header, data, path, is_over), info.st_mtime_ns
@@ -159,13 +159,13 @@ def write(
     codec: str = NONE,
     used_ns: int | None = None,
 ) -> int:
-    """Write a whole chunk to its file, from an arena or what `contents` has; `is_direct`: without a copy in the page
-    cache. A new file leaves `reserve_bytes` of its file system to others. By a `codec` it is encoded where it then
-    takes less, and its file has the name that says so instead of `path`. `used_ns`: when it was used last, as another
-    file says it; then its name is on the disk, too, when this returns.
+    """Write a whole chunk to its file, from an arena or from the result of `contents`. `is_direct`: bypass the page
+    cache. `reserve_bytes` of the file system stay free. With a `codec` the chunk is encoded if it then takes less, and
+    the file then gets the name of an encoded chunk instead of `path`. `used_ns`: the last use, from the file that this
+    one replaces; the name is then on the disk, too, when this returns.
 
     :returns: `ChunkFile.coded`.
-    :raises TierError: it could not be written, or `is_over`; no file is left, but where `is_left` says so.
+    :raises TierError: it could not be written, or `is_over`. No file is left, unless the error's `is_left` is set.
     """
     partial, is_left = path.with_suffix(PARTIAL), False
     is_direct = is_direct and not (isinstance(source, Arena) and source.gpu)
@@ -185,7 +185,7 @@ def write(
                     _sync_folder(path.parent)
             finally:
                 os.close(fd)
-        except BaseException:  # also where it cannot be opened: `reuse` may have put a file there
+        except BaseException:  # even if it cannot be opened: `reuse` may have put a file there
             is_left = not is_gone(partial)
             raise
         return coded
@@ -199,19 +199,20 @@ def write(
 
 
 def _partial(path: Path, flags: int) -> int:
-    """The file that is to be written: what `reuse` has put there is overwritten, unless somebody else has it, too."""
+    """Open the file to write. A file put there by `reuse` is overwritten, unless it has other hard links."""
     flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, flags, 0o600)
     info = os.fstat(fd)
     if stat.S_ISREG(info.st_mode) and info.st_nlink == 1:
         return fd
     os.close(fd)
-    os.unlink(path)  # a copy of the folder by hard links has the same file
+    os.unlink(path)  # a copy of the folder by hard links shares the file
     return os.open(path, flags | os.O_EXCL, 0o600)
 
 
 def _sync_folder(path: Path) -> None:
-    """Its names are on the disk before a later removal is. A file system that cannot do that has its own order."""
+    """Sync a folder, so that its new names are on the disk before a later removal is. Best effort: not all file systems
+    can."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -221,7 +222,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _make_folder(path: Path) -> None:
-    """:raises TierError: a link is there, which leads where nothing is counted."""
+    """:raises TierError: a symbolic link is there, whose target would not count for the cap."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -230,7 +231,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _leave(nbytes: int, fd: int) -> None:
-    """:raises TierError: the disk has less than that."""
+    """:raises TierError: the disk has less than that free."""
     disk = os.fstatvfs(fd)
     free = disk.f_bavail * disk.f_frsize
     if free < nbytes:
@@ -238,10 +239,10 @@ def _leave(nbytes: int, fd: int) -> None:
 
 
 def reuse(old: Path, path: Path) -> None:
-    """A file that is not needed any more is where the file of a chunk will be written: its blocks need not be found
-    anew, which takes a file system as long as the writing. Nothing where there is none.
+    """Move an old file to where the file of a chunk will be written, to reuse its blocks: to allocate new ones takes a
+    file system as long as the writing. No-op if the file is gone.
 
-    :raises TierError: it is there still.
+    :raises TierError: it could not be moved.
     """
     try:
         _make_folder(path.parent)
@@ -256,7 +257,7 @@ def reuse(old: Path, path: Path) -> None:
 
 
 def is_gone(path: Path) -> bool:
-    """Remove it; whether it is not there any more."""
+    """Remove a file; return whether it is gone."""
     try:
         remove(path)
     except TierError:
@@ -269,7 +270,7 @@ def _write(fd: int, part: Part, source: Arena | memoryview, is_over: Over, is_di
     os.ftruncate(fd, start + slot.nbytes)  # so that file systems do not reserve more than that
     if isinstance(source, Arena):
         source.check(slot)
-        data = source.read(slot.offset, round_up(slot.nbytes) if is_direct else slot.nbytes)  # a disk knows blocks only
+        data = source.read(slot.offset, round_up(slot.nbytes) if is_direct else slot.nbytes)  # O_DIRECT: whole blocks
     else:
         data = source
     kept = packed(part, data, codec, is_over)
@@ -284,7 +285,7 @@ def _write(fd: int, part: Part, source: Arena | memoryview, is_over: Over, is_di
 
 
 def _calls(head: memoryview, data: memoryview, is_over: Over) -> Iterator[tuple[list[memoryview], int]]:
-    """What each system call reads or writes: (memory, offset in the file)."""
+    """What each system call reads or writes: (buffers, offset in the file)."""
     for first in range(0, len(data), _CALL_BYTES):
         end_if(is_over)
         piece = data[first : first + _CALL_BYTES]
@@ -298,7 +299,7 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 
 
 def _behind(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of the memory of a system call that has done so much."""
+    """What is left of the buffers after a system call that has done `nbytes`."""
     left = []
     for buffer in buffers:
         if nbytes < len(buffer):
@@ -308,17 +309,17 @@ def _behind(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def read(path: Path, into: Sequence[memoryview], is_over: Over, *, is_direct: bool = False) -> os.stat_result:
-    """Read a file into the place of its header and that of what is behind it, as far as it goes; `is_direct`: without
-    a copy in the page cache.
+    """Read a file into two buffers, for its header and the bytes after that, as far as they go. `is_direct`: bypass the
+    page cache.
 
-    :raises TierError: it could not be read, or got shorter meanwhile, or `is_over`.
+    :raises TierError: it could not be read, became shorter meanwhile, or `is_over`.
     """
     head, data = into
     with _opened(path) as fd:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise TierError(f"{path} is not a file", "corrupt")
-        if is_direct:  # only now: what is no file may not be opened so
+        if is_direct:  # only now, because only regular files may be opened so
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
         for buffers, offset in _calls(head, data, is_over):
             while buffers and (count := os.preadv(fd, buffers, offset)):
@@ -329,10 +330,10 @@ def read(path: Path, into: Sequence[memoryview], is_over: Over, *, is_direct: bo
 
 
 def verify(path: Path, *, is_direct: bool) -> int:
-    """Read a file and compare all digests, for whoever looks after the folder; returns the bytes read.
+    """Read a file and compare all digests, for a scrub or a probe; return its size.
 
     :raises TierError: it is not what its name says.
-    :raises FileNotFoundError: a node has removed it, or writes another in its place, meanwhile.
+    :raises FileNotFoundError: a node has removed or replaced it meanwhile.
     """
     match = NAME.fullmatch(path.name)
     if match is None or path.parent.name != path.name[:2]:
@@ -349,7 +350,7 @@ def verify(path: Path, *, is_direct: bool) -> int:
 
 
 def _whole(path: Path, file: ChunkFile, is_over: Over, *, is_direct: bool) -> tuple[Header, memoryview, os.stat_result]:
-    """What its header says, which is what its name says, and the bytes behind that, which are not looked at."""
+    """The header, which matches the name, and the bytes after it, not verified."""
     head, data = aligned(header_bytes(file.layers)), aligned(round_up(file.coded or file.nbytes))
     info = read(path, [head, data], is_over, is_direct=is_direct)
     header = parsed(head, info.st_size, path)
@@ -359,7 +360,7 @@ def _whole(path: Path, file: ChunkFile, is_over: Over, *, is_direct: bool) -> tu
 
 
 def some_file(root: Path) -> Path | None:
-    """A tier's own: its lock, or a chunk. None: it is the folder of no tier.
+    """A file of the tier in this folder: its lock, or a chunk. None: no tier has used the folder.
 
     :raises OSError: it cannot be listed.
     """
@@ -376,9 +377,9 @@ def some_file(root: Path) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there.
+    """Remove a file. No-op if it is gone.
 
-    :raises TierError: it is there still.
+    :raises TierError: it could not be removed.
     """
     try:
         os.unlink(path)
@@ -390,7 +391,7 @@ def remove(path: Path) -> None:
 
 
 def _inode(path: Path) -> int:
-    """Which file is there; 0: none."""
+    """The inode at this path; 0 if there is no file."""
     with _reading(path):
         try:
             return os.stat(path, follow_symlinks=False).st_ino
@@ -410,7 +411,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """:raises TierError: a system call has failed meanwhile."""
+    """:raises TierError: a system call has failed within."""
     try:
         yield
     except OSError as error:

@@ -1,5 +1,5 @@
-"""The files of a disk tier: how they are written, read and removed, within the cap and in the index, and what became
-of that. Which chunks are to be stored or loaded is in `pdx.store.disk.tier`."""
+"""The files of a disk tier: written, read and removed within the cap, in step with the index. Which chunks are stored
+or loaded is decided in `pdx.store.disk.tier`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from pdx.store.tier import Job, Part, TierHost
 log = logging.getLogger("pdx.node")
 
 THREADS = 8  # while one compares digests, the others keep the disk busy
-SILENT_S = 5.0  # for so long a system call may take
-LOOK_S = 0.1  # between two looks whether one does
-MAX_FILES = 2_000_000  # that can be found: the index takes about 360 bytes of memory for each
-_PROBED = 64  # files, one of which is read for a probe
+SILENT_S = 5.0  # after so long in a system call the disk counts as silent
+LOOK_S = 0.1  # between two checks for that
+MAX_FILES = 2_000_000  # in the index, which takes about 360 bytes of memory for each
+_PROBED = 64  # files from which a probe's file is chosen
 _DISK_FAULTS = ("full", "denied", "read_only", "write_failed", "read_failed")
-# Why a load fails though its file may be good: for no reason of the disk, …
+# Errors of loads whose file may be good: the disk is not to blame, …
 _NOT_OF_THE_DISK = ("exhausted", "failed")
-_OF_THE_DISK = ("read_failed", "denied")  # … or for one that may hold for others, too
+_OF_THE_DISK = ("read_failed", "denied")  # … or the disk may be, so that others may fail, too
 _LEFT_OUT = {
     "not_counted": "the files from before are not counted yet",
     "paused": "reads or writes failed, and none are tried for some seconds",
@@ -53,21 +53,21 @@ class DiskFiles(StoreTier):
     def __init__(self, host: TierHost, folder: Folder, limit_bytes: int, codec: str, policy: str) -> None:
         self._folder = folder
         self._index = FileIndex(limit_bytes, host.env, host.wanted, policy)
-        self._numbers = itertools.count(-1, -1)  # of jobs that recode: no copy has such
+        self._numbers = itertools.count(-1, -1)  # of recoding jobs; copies have positive numbers
         self._looked_at = -math.inf
-        # By key: shards of which files are being written or removed, whether or not they can be found, and by what …
+        # key -> shards whose files are being written or removed, in the index or not, and the tasks that do so …
         self._busy: dict[bytes, list[tuple[int, Task]]] = {}
-        self._later: dict[tuple[bytes, int], list[Job]] = {}  # … and what is to be stored then
+        self._later: dict[tuple[bytes, int], list[Job]] = {}  # … and the stores that wait for them
         self._reading: Counter[tuple[bytes, int]] = Counter()
-        # Chunks that are stored in another form: how many of their files are not written yet, and what has failed.
+        # Chunks being recoded: the number of files not written yet, and the first error.
         self._recoded: dict[Pair, tuple[int, TierError | None]] = {}
         self._loads = WorkQueue(THREADS)
-        self._writes = WorkQueue(THREADS - 1)  # one thread is left for loads, whatever is to be stored
+        self._writes = WorkQueue(THREADS - 1)  # one thread is always left for loads
         super().__init__(host, codec, THREADS, [self._loads, self._writes])
 
     @property
     def used_bytes(self) -> int:
-        """Of the cap: what may be on the disk."""
+        """Bytes taken of the cap: all that may be on the disk."""
         return self._index.used_bytes
 
     @property
@@ -76,7 +76,7 @@ class DiskFiles(StoreTier):
 
     @property
     def num_chunks(self) -> int:
-        """How many can be found, each shard counted."""
+        """Number of chunks that can be found; each shard counts."""
         return self._index.num_files
 
     @property
@@ -103,7 +103,7 @@ class DiskFiles(StoreTier):
         return self._refuse(job, why) if why else None
 
     def _begin(self, task: Task) -> str:
-        """Have a file written, if there is room, or can be made; why not, empty if it is."""
+        """Have a file written, evicting others if needed; return why not, empty if it is begun."""
         assert task.job is not None
         part, source = task.job.parts[0], task.source
         charge = chunk_file.disk_bytes(part.slot.nbytes, part.layers, block_bytes=self._folder.block_bytes)
@@ -127,7 +127,7 @@ class DiskFiles(StoreTier):
             task.hold = max(charge, freed)
             self._index_is_full(surplus)
             task.victims = victims
-            if source is None:  # else it would stay where the source cannot be read, and nothing is written
+            if source is None:  # else, if the source cannot be read, nothing is written and the reused file stays
                 self._reuse(task)
             self._take_out(victims, task)
         self._index.used_bytes += task.hold - freed
@@ -145,7 +145,7 @@ class DiskFiles(StoreTier):
         self._end(job, TierError(f"{self.folder} leaves it out: {_LEFT_OUT[why]}", why))
 
     def _reuse(self, task: Task) -> None:
-        """Write one of the victims anew, if it is of the same size and nobody reads it."""
+        """Overwrite one of the victims instead of removing it, if it has the same size and is not being read."""
         size = task.part.slot.nbytes, task.part.layers
         for file in task.victims:
             if (file.nbytes, file.layers) == size and (file.key, file.shard) not in self._reading:
@@ -154,7 +154,7 @@ class DiskFiles(StoreTier):
                 return
 
     def _index_is_full(self, surplus: int) -> None:
-        """So many files are removed for that, if any."""
+        """Count, and log once, files removed because the index is full."""
         if surplus > 0:
             if not self.env.counters["disk_index_full"]:
                 text = "%s has more than %d files: what was not used for longest is removed, counted as disk_index_full"
@@ -162,7 +162,7 @@ class DiskFiles(StoreTier):
             self.env.counters["disk_index_full"] += surplus
 
     def _take_out(self, files: Sequence[ChunkFile], task: Task) -> None:
-        """These cannot be found any more; `task` removes them."""
+        """Take files out of the index; `task` removes them."""
         self._index.remove(files)
         self.note(file.key for file in files)
         for file in files:
@@ -183,12 +183,12 @@ class DiskFiles(StoreTier):
         self._reading[part.key, part.shard] += 1
         return self._give(Task(job, is_load=True, file=self._index.file(part.key, part.shard)), self._loads)
 
-    # ---- another form -----------------------------------------------------------------------
+    # ---- recoding ---------------------------------------------------------------------------
 
     def recode_one(self, pair: Pair, recoding: Recoding) -> None:
-        """See `StoreTier`. Files are written beside the old ones, which go when the new ones are there: of a chunk that
-        keeps its key each by itself, of one that gets another, because something is lost, all when all are there. A
-        process that is killed in between leaves whole files; of two under one key the next node keeps one."""
+        """See `StoreTier`. New files are written beside the old ones, which are removed when the new ones are there:
+        file by file if the chunk keeps its key; all together if it gets another, because the codec is lossy. A process
+        that is killed in between leaves whole files; of two under one key the next node keeps one."""
         old, new = pair
         files = self._index.of(old)
         if old == new:
@@ -215,7 +215,7 @@ class DiskFiles(StoreTier):
         return None
 
     def _rewritten(self, task: Task, error: TierError | None) -> None:
-        """A file of another form is written, and in the index by now, or is not."""
+        """A recoding task is over: its new file is in the index, or there is an error."""
         assert task.source is not None
         assert task.recoding is not None
         old, new = pair = task.source.key, task.part.key
@@ -251,13 +251,13 @@ class DiskFiles(StoreTier):
             self._clear(task)
 
     def _clear(self, task: Task) -> None:
-        """Have only files removed."""
+        """Run a task that only removes files."""
         task.call, task.then = self._folder.clear, self._cleared
         self._index.leaving += task.hold
         self._give(task, self._writes, is_first=True)
 
     def _note(self) -> None:
-        """Have files say that they were used, and what is pinned."""
+        """Have uses and pins written to the disk."""
         if (untold := self._index.tell()) is not None:
             self._call(self._writes, partial(self._folder.tell, untold), partial(self._told, untold), is_first=True)
 
@@ -269,21 +269,21 @@ class DiskFiles(StoreTier):
             self._warn(work.error)
 
     def _remove_unfound(self, file: ChunkFile) -> None:
-        """Remove a file that cannot be found. At the start: there is a newer one of its chunk with another size."""
+        """Remove a file that is not in the index, such as an older one of the same chunk found at the start."""
         task = Task(victims=[file], hold=file.charge, forgotten={file.key})
         self._busy.setdefault(file.key, []).append((file.shard, task))
         self._index.used_bytes += file.charge
         self._clear(task)
 
     def _doubt(self, why: str) -> None:
-        """What waits for a thread is given up: it would keep memory, and those who wait for it."""
+        """Put the disk in doubt, and fail the waiting work, which would hold memory and keep requests waiting."""
         self._health.doubts(why)
         for work in self._threads.take_back(self._loads, self._writes):
             work.error = TierError("the disk is in doubt", "paused")
             self.env.mailbox.post(partial(self.performed, work))
 
     def _look(self) -> None:
-        """Notice what takes too long, and find out whether a disk in doubt works again."""
+        """Check for silent calls, and probe a disk in doubt."""
         now = self.env.clock()
         if now - self._looked_at < LOOK_S and not self._health.doubt:
             return
@@ -294,10 +294,10 @@ class DiskFiles(StoreTier):
             self._doubt(SILENT)
         if self._health.begins_probe():
             files = list(itertools.islice(self._index.some(), _PROBED))
-            file = files[self._health.probes % len(files)] if files else None  # another one each time
+            file = files[self._health.probes % len(files)] if files else None  # a different one each time
             self._call(self._loads, partial(self._folder.probe, file), self._probed)
 
-    # ---- what became of it, on the control loop ---------------------------------------------
+    # ---- ends of work, on the control loop --------------------------------------------------
 
     def _ended(self, work: Work) -> None:
         kind = work.error.kind if work.error is not None else ""
@@ -308,7 +308,7 @@ class DiskFiles(StoreTier):
         super()._ended(work)
 
     def _cleared(self, task: Task) -> None:
-        """Files were removed, or not."""
+        """A task that only removes files is over."""
         self._settle(task)
         self._index.leaving -= task.hold
         if task.error is not None:
@@ -317,7 +317,7 @@ class DiskFiles(StoreTier):
             self._free(task, file.key, file.shard)
 
     def _settle(self, task: Task) -> None:
-        """What the task held of the cap is free again, but for what it was to remove and has not."""
+        """Give back the task's share of the cap, except for files that it should have removed and has not."""
         self._index.used_bytes -= task.hold
         for file in task.victims:
             if file in task.removed:
@@ -325,7 +325,7 @@ class DiskFiles(StoreTier):
             if file.key not in task.forgotten:
                 self._index.add_oldest(file)
                 self.note([file.key])
-            elif task.error is not None and task.error.kind == "paused":  # nobody has tried to remove it
+            elif task.error is not None and task.error.kind == "paused":  # its removal was not tried
                 self._remove_unfound(file)
             else:
                 self._index.stick(file)
@@ -335,7 +335,7 @@ class DiskFiles(StoreTier):
         if task.is_load:
             kind, file = task.error.kind if task.error is not None else "", self._index.file(part.key, part.shard)
             if kind == "missing" and file is not None and file != task.file:
-                task.file, task.error = file, None  # it was written anew meanwhile
+                task.file, task.error = file, None  # it was rewritten meanwhile
                 self._give(task, self._loads)
                 return
             self._read_over(part.key, part.shard)
@@ -359,7 +359,7 @@ class DiskFiles(StoreTier):
             del self._reading[key, shard]
 
     def _free(self, task: Task, key: bytes, shard: int) -> None:
-        """A task is done with this file: what is to be stored there may be begun."""
+        """A task is done with this file: begin the stores that waited for it."""
         of_key = self._busy.get(key, [])
         if (shard, task) in of_key:
             of_key.remove((shard, task))
@@ -390,14 +390,14 @@ class DiskFiles(StoreTier):
             if self._index.stuck:
                 self._index.unstick(file, file_of(part, self._folder.block_bytes))
             is_gone = part.key in task.forgotten
-            if source is not None and source in self._index.of(part.key):  # it keeps its key
+            if source is not None and source in self._index.of(part.key):  # recoded under the same key
                 if file != source:
                     self._index.replace(source, file)
                     self._remove_unfound(source)
             else:
                 self._index.add(file, part.lead, is_passed=part.is_passed)
                 self.note([file.key])
-                is_gone |= source is not None and source.key == part.key  # it has made room for another
+                is_gone |= source is not None and source.key == part.key  # the source was evicted meanwhile
             if is_gone:
                 self._remove([file], is_forgotten=True)
             return
@@ -408,7 +408,7 @@ class DiskFiles(StoreTier):
             self._not_stored([part.key], str(error))
             if error.kind in _DISK_FAULTS:
                 self._health.not_written(is_read_only=error.kind == "read_only")
-            if error.kind == "full":  # others use the disk, too: for some time new files take the place of old ones
+            if error.kind == "full":  # others use the disk, too: for a while, new files must replace old ones
                 self._index.full()
 
     def _loaded(self, part: Part, error: TierError | None) -> None:
@@ -425,11 +425,11 @@ class DiskFiles(StoreTier):
             if self._index.file(part.key, part.shard) is not None or error.kind != "missing":
                 self._warn(error)
             if error.kind in _NOT_OF_THE_DISK:
-                self._health.pause_reads()  # whoever waits would have it loaded at once again
+                self._health.pause_reads()  # a waiting request would retry at once
             elif error.kind in _OF_THE_DISK and not self._health.not_read(part.key, part.shard):
                 if self._health.doubt:
                     self._doubt(self._health.doubt)
-                if not files:  # it was removed meanwhile: nobody would forget that it failed
+                if not files:  # removed meanwhile: its error would never be forgotten
                     self._health.forget(part.key)
             elif error.kind != "gone":
                 self._remove(files, is_forgotten=True)

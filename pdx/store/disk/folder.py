@@ -1,5 +1,5 @@
-"""What the threads of a disk tier do in its folder: read, write and remove its files, list those from before, and find
-out about its file system: whether it takes direct I/O, its blocks, and whether the folder is still the same one.
+"""A disk tier's folder, for its threads: reads, writes and removes files, lists those of an earlier node, and examines
+the file system: direct I/O, block size, and whether the folder is still the same.
 
 Everything here waits for the disk.
 """
@@ -35,24 +35,24 @@ from pdx.store.tier import Job, Part, TierHost
 
 log = logging.getLogger("pdx.node")
 
-_MOST_BLOCK_BYTES = 64 << 20  # larger ones are none
+_MOST_BLOCK_BYTES = 64 << 20  # larger values are not block sizes
 MIB = 1 << 20
 _UNFINISHED = re.compile(r"[0-9a-f]{32}-[0-9]{1,6}-[0-9]{1,6}-[0-9]{1,15}\.partial")
-_LISTERS = 2  # more of them fight for the interpreter when the file system has all in memory
+_LISTERS = 2  # more contend for the GIL if the file system has everything cached
 
 
 class Task(Work):
-    """A job, or only files to remove. The thread sets `removed`, too."""
+    """A job, or files to remove. The thread also sets `removed`, `file` of a store, and `is_unread`."""
 
     victims: Sequence[ChunkFile] = ()  # to be removed first
-    removed: set[ChunkFile] = msgspec.field(default_factory=set)  # of these
-    reused: ChunkFile | None = None  # the last of them, if it is written anew instead
-    hold: int = 0  # bytes of the cap that are its own until it is over
-    file: ChunkFile | None = None  # of a job: what is read; or what was written, which the thread sets
-    source: ChunkFile | None = None  # what is written anew in another form, instead of what is in the arena …
-    recoding: Recoding | None = None  # … for this
-    is_unread: bool = False  # that could not be read, which the thread sets
-    forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
+    removed: set[ChunkFile] = msgspec.field(default_factory=set)  # victims that were removed
+    reused: ChunkFile | None = None  # the last victim, if it is overwritten instead
+    hold: int = 0  # bytes of the cap that the task takes until it is over
+    file: ChunkFile | None = None  # the file that a load reads, or that a store has written
+    source: ChunkFile | None = None  # the file to recode, instead of a chunk in the arena …
+    recoding: Recoding | None = None  # … for this recoding
+    is_unread: bool = False  # whether `source` could not be read
+    forgotten: set[bytes] = msgspec.field(default_factory=set)  # deleted keys, among those it writes and removes
 
 
 def file_of(part: Part, block_bytes: int) -> ChunkFile:
@@ -61,25 +61,25 @@ def file_of(part: Part, block_bytes: int) -> ChunkFile:
 
 
 class Folder:
-    """How files are read and written there. Its methods are for threads.
+    """Reads and writes files in one folder. Its methods are for threads.
 
-    :raises TierError: it could not be done, or `is_over`, or the folder is gone.
+    :raises TierError: a call failed, or `is_over`, or the folder is gone.
     """
 
     def __init__(self, root: Path, host: TierHost, reserve_bytes: int) -> None:
-        """`reserve_bytes` of the file system are left to others.
+        """`reserve_bytes` of the file system stay free.
 
         :raises OSError: there is no such folder.
         """
         self.root = root
-        self.is_direct = False  # without the page cache
-        with contextlib.suppress(OSError):  # a folder that nothing can be written to is read as it can be
+        self.is_direct = False  # whether to bypass the page cache
+        with contextlib.suppress(OSError):  # an unwritable, empty folder
             self.is_direct = takes_direct(root)
-        self.block_bytes = block_bytes(root)  # in how many files grow
+        self.block_bytes = block_bytes(root)  # the step in which files grow
         self.reserve_bytes = reserve_bytes
         self._arenas = host.memory
-        self._clock = host.env.clock  # says when the disk has answered
-        self._place = self._found_place()  # the folder itself, whatever its name leads to later
+        self._clock = host.env.clock
+        self._place = self._found_place()  # device and inode, whatever the path leads to later
 
     def path(self, file: ChunkFile) -> Path:
         return chunk_file.path_of(self.root, file)
@@ -89,7 +89,7 @@ class Folder:
         return info.st_dev, info.st_ino
 
     def check(self) -> None:
-        """See that the folder was not removed, nor its disk unmounted: something else may be there now."""
+        """Check that the folder was not removed or unmounted; another folder may be at its path now."""
         try:
             is_there = self._found_place() == self._place
         except FileNotFoundError:
@@ -100,14 +100,14 @@ class Folder:
             raise TierError(f"{self.root} is not there any more", "gone")
 
     def probe(self, file: ChunkFile | None, work: Work) -> None:
-        """Whether the folder is there, and this file of it can be read."""
+        """Check that the folder is there and that this file can be read."""
         self.check()
         if file is not None:
-            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile, which the disk has answered
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile; but the disk has answered
                 chunk_file.verify(self.path(file), is_direct=self.is_direct)
 
     def tell(self, untold: Untold, work: Work) -> None:
-        """Have files say that they were used, and what is pinned."""
+        """Write uses, as modification times, and pins to the disk."""
         self.check()
         for file in untold.used:
             work.seen_at = self._clock()
@@ -117,7 +117,7 @@ class Folder:
             pins.write(self.root, untold.pins, untold.num_pinned)
 
     def clear(self, task: Task) -> None:
-        """Remove the victims of a task; one that cannot be removed keeps no other."""
+        """Remove the victims of a task, all that can be removed."""
         self.check()
         for file in task.victims:
             task.seen_at = self._clock()
@@ -144,7 +144,7 @@ class Folder:
         chunk_format.load(job, self._arenas[task.part.slot.arena], path, read, is_over, file.coded)
 
     def store(self, task: Task, job: Job, codec: str, is_over: Over) -> None:
-        """Write the file of a job, in place of its victims: from the arena by a codec, or another file anew."""
+        """Write the file of a job in place of its victims, from the arena with a codec or recoded from another file."""
         self.clear(task)
         part, is_over = task.part, partial(self._is_over, task, is_over)
         source: Arena | memoryview = self._arenas[part.slot.arena]
@@ -178,8 +178,8 @@ class Folder:
 
 
 def block_bytes(root: Path) -> int:
-    """In how many bytes files grow on the disk. Where nothing can be written, or nothing was, as the file system says
-    it, which does not know of clusters, and says megabytes where it is NFS or CephFS.
+    """The step in which files grow on the disk, measured. If nothing can be or was written, the block size that the
+    file system reports, which ignores clusters, and is megabytes on NFS and CephFS.
 
     :raises OSError: there is no such folder.
     """
@@ -200,10 +200,9 @@ def block_bytes(root: Path) -> int:
 
 
 def takes_direct(root: Path) -> bool:
-    """Whether the file system of a folder reads and writes without its page cache; also where it is full or read-only,
-    if it has a file.
+    """Whether a folder's file system supports direct I/O. If it is full or read-only, an existing file is tried.
 
-    :raises OSError: nothing can be written there, and there is nothing to read.
+    :raises OSError: nothing can be written there, and there is no file to read.
     """
     try:
         fd = _unnamed(root, os.O_DIRECT)
@@ -221,8 +220,8 @@ def takes_direct(root: Path) -> bool:
 
 
 def _unnamed(root: Path, flags: int) -> int:
-    """A new file, opened with `flags`, which is gone when it is closed; where the file system has no such files, one
-    of a name that nobody else has."""
+    """Open a new anonymous file with `flags`, which is gone when it is closed; if the file system has no such files, a
+    temporary file, already unlinked."""
     flags |= os.O_RDWR | os.O_CLOEXEC
     try:
         return os.open(root, flags | os.O_TMPFILE, 0o600)
@@ -238,7 +237,7 @@ def _unnamed(root: Path, flags: int) -> int:
 
 
 def reads_direct(path: Path) -> bool:
-    """Whether this file is read without the page cache.
+    """Whether this file can be read with direct I/O.
 
     :raises OSError: it cannot be read.
     """
@@ -256,14 +255,14 @@ def reads_direct(path: Path) -> bool:
 
 
 class Useless(msgspec.Struct, frozen=True):
-    """A file from before that is of no use: why, and the bytes that it takes because it could not be removed."""
+    """An unusable file of an earlier node: why, and the bytes that it still takes if it could not be removed."""
 
     why: TierError
     nbytes: int = 0
 
 
 def attainable(root: Path, limit_bytes: int, reserve_bytes: int, counters: Counter[str]) -> int:
-    """The cap, or what the file system has in all without the reserve."""
+    """The cap, lowered to the file system's total size without the reserve."""
     disk = os.statvfs(root)
     total_bytes = disk.f_blocks * disk.f_frsize
     most = max(0, total_bytes - reserve_bytes)
@@ -275,19 +274,19 @@ def attainable(root: Path, limit_bytes: int, reserve_bytes: int, counters: Count
 
 
 def listed(root: Path, is_over: Over, block_bytes: int) -> Iterator[tuple[int, ChunkFile | Useless]]:
-    """All files in the tier's folders, those that were used last first, each with its time. Those of no use come before
-    them, and are removed. What a file holds is looked at when it is read.
+    """All files in the tier's folders with the times of their last use, most recent first. Unusable ones come before
+    all others, and are removed. Contents are checked only when a file is read.
 
     :raises OSError: they cannot be listed.
     """
     with os.scandir(root) as folders:
         names = [each.path for each in folders if is_folder(each)]
     found: list[list[tuple[int, ChunkFile]]] = []
-    with ThreadPoolExecutor(_LISTERS, "pdx-disk-list") as pool:  # a file system reads what it knows of a file in turn
+    with ThreadPoolExecutor(_LISTERS, "pdx-disk-list") as pool:  # reads of inodes overlap
         for files, useless in pool.map(lambda name: _listed(name, is_over, block_bytes), names):
             found.append(files)
             yield from ((0, each) for each in useless)
-    # Merging lists lets other threads run in between, as sorting all at once does not.
+    # Unlike a sort of all files at once, merging lets other threads run in between.
     yield from ((time_ns, file) for time_ns, file in heapq.merge(*found, reverse=True))
 
 
@@ -300,7 +299,7 @@ def _listed(folder: str, is_over: Over, block_bytes: int) -> tuple[list[tuple[in
                 break
             try:
                 time_ns, file = salvage(entry, folder, block_bytes)
-            except FileNotFoundError:  # somebody else removes it
+            except FileNotFoundError:  # removed meanwhile
                 continue
             if isinstance(file, Useless):
                 useless.append(file)
@@ -311,7 +310,8 @@ def _listed(folder: str, is_over: Over, block_bytes: int) -> tuple[list[tuple[in
 
 
 def salvage(entry: os.DirEntry[str], folder: str, block_bytes: int) -> tuple[int, ChunkFile | Useless]:
-    """When a file from before was last used (ns since the epoch), and what it is.
+    """When a file of an earlier node was last used (ns since the epoch), and what it is. An unusable one is removed,
+    unless it is foreign.
 
     :raises FileNotFoundError: it is gone.
     """

@@ -1,10 +1,10 @@
-"""Which chunks of a disk are pinned, in the file `tier.pins` of its folder, so that pins outlive the node.
+"""The pins of a disk tier, in the file `tier.pins` of its folder, so that they outlive the node.
 
     pdx pins 1
-    <key, 32 hex digits> <how often it is pinned>
+    <key, 32 hex digits> <number of pins>
 
-A line holds until the next one of its key; 0: it is not pinned. Lines are added; a file of which half says nothing any
-more is written anew. One thread at a time writes. A last line without its end is that of a process that was killed.
+A later line for a key overrides earlier ones; 0: not pinned. Lines are appended; a file of which half is obsolete is
+rewritten. One thread writes at a time. An unterminated last line was left by a killed process.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pdx.store.disk.chunk_file import write_all
 
 MAX_BYTES = 256 << 20
 NAME = "tier.pins"
-_ANEW_BYTES = 1 << 20  # a file that is longer is written anew …
-_LINE_BYTES = 35  # … if it is twice as long as the pins that there are
+_ANEW_BYTES = 1 << 20  # a longer file is rewritten …
+_LINE_BYTES = 35  # … if it is twice as long as the current pins need
 _HEAD = b"pdx pins 1\n"
 _LINE = re.compile(rb"^([0-9a-f]{32}) ([0-9]{1,9})\n", re.MULTILINE)
 
 
 def read(root: Path) -> dict[bytes, int]:
-    """How often each chunk is pinned.
+    """The number of pins of each pinned chunk.
 
-    :raises TierError: it cannot be read, or another file has that name.
+    :raises TierError: the file cannot be read, or is no file of pins.
     """
     path = root / NAME
     try:
@@ -47,9 +47,9 @@ def read(root: Path) -> dict[bytes, int]:
 
 
 def write(root: Path, pins: Mapping[bytes, int], live: int = 0) -> None:
-    """These are pinned so often from now on, and on the disk when this returns. `live`: chunks that are pinned now.
+    """Write new pin counts, synced when this returns. `live`: the number of chunks pinned now.
 
-    :raises TierError: it could not be written, or another file has that name.
+    :raises TierError: the file could not be written, or is no file of pins.
     """
     path = root / NAME
     try:
@@ -60,7 +60,7 @@ def write(root: Path, pins: Mapping[bytes, int], live: int = 0) -> None:
 
 
 def _check(fd: int, path: Path) -> int:
-    """Its bytes, if it is a file of pins."""
+    """The size of a file of pins. :raises TierError: it is another file."""
     info = os.fstat(fd)
     is_one = stat.S_ISREG(info.st_mode) and info.st_size <= MAX_BYTES
     if not is_one or info.st_size and os.pread(fd, len(_HEAD), 0) != _HEAD:
@@ -73,7 +73,7 @@ def _lines(pins: Mapping[bytes, int]) -> bytes:
 
 
 def _add(path: Path, lines: bytes, most: int) -> bool:
-    """False: there is no such file, or it would have more than `most` bytes."""
+    """Append lines, synced; return False if there is no such file, or it would have more than `most` bytes."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def _add(path: Path, lines: bytes, most: int) -> bool:
         if not size or size + len(lines) > most:
             return False
         is_torn = os.pread(fd, 1, size - 1) != b"\n"
-        write_all(fd, [memoryview(b"?\n" * is_torn + lines)], size)  # a line that was cut short says nothing
+        write_all(fd, [memoryview(b"?\n" * is_torn + lines)], size)  # ends a torn line so that it is ignored
         os.fdatasync(fd)
     finally:
         os.close(fd)

@@ -1,7 +1,7 @@
-"""Whether the files of a disk tier are what they were when they were written: read by a few threads, all digests.
+"""The scrub of a disk tier: a few threads read all files and compare all digests.
 
-It may run beside the node that has the folder: it reads only, and a file that the node removes or replaces meanwhile
-counts as none.
+It may run while a node uses the folder: by default it only reads, and ignores files that the node removes or replaces
+meanwhile.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _AHEAD = 4 * THREADS
 
 
 class Report(msgspec.Struct):
-    """What was found: `good` files of `nbytes` in all; `bad` ones by why, and `foreign` ones, which no tier wrote."""
+    """What was found: `good` files of `nbytes` in all; `bad` ones by reason; `foreign` ones, which no tier wrote."""
 
     good: int = 0
     nbytes: int = 0
     bad: Counter[str] = msgspec.field(default_factory=Counter)
-    left: int = 0  # of the bad ones: they are still there
+    left: int = 0  # bad files that are still there
     foreign: int = 0
 
 
 def num_files(root: Path) -> int:
-    """How many there are to read, for a progress bar.
+    """The number of files to read, for a progress bar.
 
     :raises ConfigError: it is not the folder of a disk tier.
     """
@@ -42,7 +42,7 @@ def num_files(root: Path) -> int:
 
 
 def scrub(root: Path, on_file: Callable[[TierError | None], None], *, remove: bool = False) -> Report:
-    """Read all files of a folder; `on_file` is told of each, with what is wrong. `remove`: the bad ones.
+    """Read all files of a folder; `on_file` is called for each, with its error. `remove`: remove the bad ones.
 
     :raises ConfigError: it is not the folder of a disk tier.
     """
@@ -80,7 +80,7 @@ def _some_file(root: Path) -> Path | None:
 
 
 def _verify(path: Path, is_direct: bool, remove: bool) -> int | TierError | None:
-    """Its bytes; or what is wrong with it; None: it is gone."""
+    """The size of a good file, or the error of a bad one; None if it is gone."""
     try:
         return chunk_file.verify(path, is_direct=is_direct)
     except FileNotFoundError:

@@ -1,15 +1,16 @@
-"""The disk tier: chunks in files, found again by the next node that is given the same folder.
+"""The disk tier: chunks in files, found again by the next node that uses the same folder.
 
-The control loop owns the index, which says what is on the disk and in which order it was used, and the account of the
-bytes. Threads read, write and remove the files (`pdx.store.disk.folder`).
+The control loop owns the index, with the order of eviction, and the account of bytes. Threads read, write and remove
+the files (`pdx.store.disk.folder`).
 
     <root>/<two hex digits>/<key>-<shard>-<slices>-<bytes>[-<bytes when encoded>].chunk
 
-A file is begun when the cap has room for all of it, not encoded, if need be in place of the files that should go first
-(`pdx.store.eviction`), which the same thread removes first. A file that is encoded takes less in the end. Until all
-files from before are counted nothing is stored.
+A file is begun only when the cap has room for its chunk, not encoded; if needed, in place of the files to evict first
+(`pdx.store.eviction`), which the same thread removes before. An encoded file takes less in the end. Nothing is stored
+until all files of an earlier node are counted.
 
-What was forgotten, or is broken, is never found again, even if its file stays: a client's name says nothing of bytes.
+A deleted or damaged chunk is never found again, even if its file cannot be removed, because a client's name may stand
+for other bytes later.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ log = logging.getLogger("pdx.node")
 MIB = 1 << 20
 COUNTED, NOT_READABLE = "counted", "not readable"  # see `_scan`
 JOIN_S = 10.0
-SILENT_JOIN_S = 1.0  # … where the disk does not answer
-_BATCH = 256  # files that the control loop is told of at once
+SILENT_JOIN_S = 1.0  # … if the disk does not answer
+_BATCH = 256  # files per message to the control loop
 
 
 class DiskTier(DiskFiles):
@@ -67,7 +68,7 @@ class DiskTier(DiskFiles):
         name: str = "disk",
         policy: str = "lru",
     ) -> None:
-        """`reserve_bytes` of the file system are left to others, whatever the cap. `policy`: which chunks go first, see
+        """`reserve_bytes` of the file system stay free, whatever the cap. `policy`: the eviction policy, see
         `pdx.store.policies.by_name`.
 
         :raises ConfigError: the folder cannot be this node's alone.
@@ -76,10 +77,10 @@ class DiskTier(DiskFiles):
         env = host.env
         self.name = name
         self.siblings: Sequence[DiskTier] = ()  # the other disks of the node: a chunk may lie on one of them, too
-        self._scan = COUNTING  # then COUNTED, or NOT_READABLE; SILENT while nothing is heard of it for long
-        self._heard_at = env.clock()  # set by any thread
-        self._evicted: set[bytes] = set()  # meanwhile
-        # When named chunks from before were used last, until all disks are counted.
+        self._scan = COUNTING  # then COUNTED, or NOT_READABLE; SILENT while the scan does not progress
+        self._heard_at = env.clock()  # the scan's last progress; set by any thread
+        self._evicted: set[bytes] = set()  # keys deleted during the scan
+        # Last use of an earlier node's chunks with clients' names, until all disks are counted.
         self.named_at: dict[bytes, int] = {}
         self._lock = contextlib.ExitStack()
         lock = self._lock.enter_context(owned(root / "tier", partial(self._taken, root), may_be_read_only=True))
@@ -118,12 +119,12 @@ class DiskTier(DiskFiles):
 
     @property
     def is_counted(self) -> bool:
-        """Whether the index has all files."""
+        """Whether the scan is done and the index has all files."""
         return self._scan == COUNTED
 
     @property
     def is_scanned(self) -> bool:
-        """Whether no more files from before are found."""
+        """Whether the scan is over, even with an error."""
         return self._scan in (COUNTED, NOT_READABLE)
 
     @property
@@ -154,13 +155,12 @@ class DiskTier(DiskFiles):
         return self._index.keys()
 
     def _may_be_old(self, key: bytes) -> bool:
-        """Whether another disk, which is not counted yet, may have a newer chunk of this name."""
+        """Whether another disk, not counted yet, may have a newer chunk of this name."""
         return key in self.named_at and any(each.is_listing for each in self.siblings)
 
     @property
     def is_listing(self) -> bool:
-        """Whether it is being found out which files are here. A disk that does not answer meanwhile is as one that is
-        left out, until it does."""
+        """Whether the scan is in progress. A disk that does not answer meanwhile counts as left out until it does."""
         if self._scan == COUNTING and self._heard_at < self.env.clock() - disk_files.SILENT_S:
             self._scan = SILENT
             text = f"{self.folder} does not answer: which chunks are there is not known until it does"
@@ -168,8 +168,8 @@ class DiskTier(DiskFiles):
         return self._scan == COUNTING
 
     def _list(self) -> None:
-        """The root of a thread: have the control loop told of all files from before, and then that these were all, or
-        why there may be more."""
+        """The scan's thread: tell the control loop all files of an earlier node, then that these were all, or why there
+        may be more."""
         root, post = self._folder.root, self.env.mailbox.post
         why: TierError | None = None
         try:
@@ -189,11 +189,11 @@ class DiskTier(DiskFiles):
         return self._threads.is_closing
 
     def _is_newest(self, key: bytes, time_ns: int) -> bool:
-        """Whether a named chunk from before is newer than what the other disks have of it; then that is forgotten. A
-        disk that was left out for a life of the node has what clients have written anew meanwhile."""
+        """Whether an earlier node's chunk with a client's name is newer than other disks' chunks of that name; if so,
+        delete those. They can differ if a disk was left out for one run of the node, while clients rewrote chunks."""
         for each in self.siblings:
             if each.named_at.get(key, math.inf if key in each._index else -1) >= time_ns:
-                return False  # what is not from before was stored since
+                return False  # that one is newer, or was stored by this node
         for each in self.siblings:
             if key in each.named_at:
                 each.evict([key])
@@ -266,7 +266,7 @@ class DiskTier(DiskFiles):
         self._note()
 
     def close(self) -> None:
-        """See `Tier.close`. What was forgotten is removed first, as far as the disk answers."""
+        """See `Tier.close`. Pending removals are done first, as far as the disk answers."""
         self._looked_at = -math.inf
         self._look()
         timeout_s = SILENT_JOIN_S if self._health.doubt == SILENT else JOIN_S
@@ -274,16 +274,16 @@ class DiskTier(DiskFiles):
         self._scanner.join(timeout_s if has_ended else 0.0)
         has_ended = has_ended and not self._scanner.is_alive()
         if has_ended and (untold := self._index.tell(always=True)) is not None:
-            with contextlib.suppress(TierError):  # what is not written is lost
+            with contextlib.suppress(TierError):  # best effort
                 self._folder.tell(untold, Work())
         for job in itertools.chain.from_iterable(self._later.values()):
             self._end(job, TierError("the disk tier is closed", "cancelled"))
         self._later.clear()
         if has_ended:
-            self._lock.close()  # else the disk hangs, and no other node may have the folder until this process is gone
+            self._lock.close()  # else the disk hangs, and the folder stays locked until this process is gone
 
     def _found(self, batch: Sequence[tuple[int, ChunkFile | Useless]]) -> None:
-        """Files from before, with their times; those that were used last come first."""
+        """Take a batch of an earlier node's files with the times of their last use, most recent first."""
         self._heard_at, now = self.env.clock(), time.time()
         for time_ns, file in batch:
             if isinstance(file, Useless):
@@ -307,7 +307,7 @@ class DiskTier(DiskFiles):
         self._remove(files, is_forgotten=False)
 
     def _scanned(self, error: TierError | None) -> None:
-        """No more files are found; where that is an error, the cap cannot be kept, and nothing is stored."""
+        """The scan is over; after an error nothing is stored, because the cap could not be kept."""
         self._scan = COUNTED if error is None else NOT_READABLE
         self._evicted.clear()
         disks = (self, *self.siblings)
@@ -322,7 +322,7 @@ class DiskTier(DiskFiles):
             log.info("disk tier %s: %d chunks, %.0f of %.0f MiB", self.folder, self.num_chunks, used, limit)
 
     def _drop_pins(self) -> None:
-        """Pins from before: of chunks that are not there any more, and those that a smaller cap has no room for."""
+        """Drop an earlier node's pins of chunks that are gone, and those for which a smaller cap has no room."""
         gone = [key for key in self._index.pins if key not in self._index]
         for key in gone:
             self._index.pin(key, -self._index.pins[key])

@@ -1,1 +1,1 @@
-"""Chunks in a store that several nodes share."""
+"""Remote tiers: chunks in a store that several nodes share."""

@@ -1,11 +1,11 @@
-"""What a store that several nodes share has to do: a few calls that wait, for the threads of `pdx.store.remote.tier`.
+"""The interface to a remote store: a few blocking calls, for the threads of `pdx.store.remote.tier`.
 
-An address names it:
+Its address is one of:
 
     valkey://host[:port][/database]   redis://…    valkeys:// or rediss:// with TLS    ?prefix=… before every name
     s3://bucket[/prefix]
 
-Credentials never stand in the address, which everybody on the host can read in a list of processes.
+Credentials are never in the address, which every user of the host can read in the list of processes.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from pdx.errors import ConfigError
 from pdx.extras import install
 from pdx.security.secret_file import check_private
 
-REDIS_SCHEMES = {"redis": False, "valkey": False, "rediss": True, "valkeys": True}  # whether with TLS
+REDIS_SCHEMES = {"redis": False, "valkey": False, "rediss": True, "valkeys": True}  # -> with TLS
 SCHEMES = {*REDIS_SCHEMES, "s3"}
 _Text = Annotated[str, Meta(max_length=4096)]
 
 
 class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach it. A call that takes longer than `timeout_s`, or `lookup_s` for headers, fails: all of it, with the
-    connection that it needs, however its bytes come."""
+    """How to reach the store. A call fails after `timeout_s`, or `lookup_s` for headers. The limit is for the whole
+    call, including the connection that it needs, even while bytes still come."""
 
     url: str
     timeout_s: float
     lookup_s: float
-    ttl_s: float = 0.0  # what is older is not found any more; 0: never
-    ca: str = ""  # file with the certificates of who may sign the server's; empty: the system's
-    credentials: str = ""  # file, see `Credentials`; empty: the environment has them
-    codec: str = "none"  # by which chunks are encoded whose requests ask for none of their own
+    ttl_s: float = 0.0  # older chunks are not found; 0: no limit
+    ca: str = ""  # file with the CA certificates for the server's; empty: the system's
+    credentials: str = ""  # file, see `Credentials`; empty: from the environment
+    codec: str = "none"  # for chunks whose requests ask for none of their own
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of TOML with mode 0600: `user` and `password`, or what S3 calls its own."""
+    """The content of a TOML file with mode 0600: `user` and `password`, or the fields that S3 uses."""
 
     user: _Text = ""
     password: _Text = ""
@@ -54,45 +54,45 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The beginning of what is under a name, and the bytes of all of it."""
+    """The beginning of an object, and its size."""
 
     head: memoryview
     nbytes: int
 
 
 class Backend(ABC):
-    """Any thread may call any method. Each waits as long as `RemoteSettings` say.
+    """A client of one store. Thread-safe. Each method waits at most as long as `RemoteSettings` says.
 
-    :raises TierError: it could not be done; `kind` says why: "unreachable", "timeout", "denied", "untrusted", "full",
+    :raises TierError: the call failed; `kind` is one of "unreachable", "timeout", "denied", "untrusted", "full",
         "read_only", "failed".
     """
 
-    place: str  # the address, for people
-    batch = 64  # names of one question in one call of `heads` …
-    most = 1024  # … and of all questions
+    place: str  # the address, for messages
+    batch = 64  # names per question in one call of `heads` …
+    most = 1024  # … and in all
 
     @abstractmethod
     def connect(self, count: int) -> None:
-        """Whether it answers, and lets us in. So many calls at once then find a connection open."""
+        """Check that the store answers and lets us in, and open connections for `count` concurrent calls."""
 
     @abstractmethod
     def heads(self, names: Sequence[str], nbytes: int) -> list[Found | None]:
-        """The first `nbytes` of each; None: there is nothing of that name."""
+        """The first `nbytes` of each object; None if there is none of that name."""
 
     @abstractmethod
     def read(self, name: str, into: Sequence[memoryview]) -> int | None:
-        """Fill this memory, one piece after the other, with what is there, as far as it goes; the bytes of all that is
-        there. None: there is nothing of that name. The memory is that of chunks: nothing writes to it any more when
-        this returns or raises."""
+        """Read an object into these buffers, one after the other, as far as they go; return the object's size, or None
+        if there is none of that name. The buffers are chunks' own memory: they must not be written after this returns
+        or raises."""
 
     @abstractmethod
     def write(self, name: str, data: Sequence[memoryview]) -> None:
-        """Put these pieces there, one behind the other, in place of what is there. They are of the chunk's own memory,
-        which is read until this returns or raises, and not afterwards."""
+        """Write or replace an object with these consecutive buffers. They are the chunk's own memory, which must not be
+        read after this returns or raises."""
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """These are there no more; some may not have been."""
+        """Remove these objects; missing ones are ignored."""
 
     @abstractmethod
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Backend(ABC):
 
 
 def fill(into: Sequence[memoryview], data: memoryview | bytes) -> int:
-    """For backends whose client has memory of its own: copy what was read; the bytes of all that."""
+    """Copy data from a client's own memory into these buffers, as far as they go; return the size of all the data."""
     used = 0
     for piece in into:
         some = memoryview(data)[used : used + len(piece)]
@@ -110,9 +110,9 @@ def fill(into: Sequence[memoryview], data: memoryview | bytes) -> int:
 
 
 def open_backend(settings: RemoteSettings) -> Backend:
-    """What the address names; connects to nothing yet.
+    """Make the backend for an address, without connecting yet.
 
-    :raises ConfigError: the address, a file or a needed package is not what it should be.
+    :raises ConfigError: the address or a file is invalid, or a needed package is missing.
     """
     parts = urlsplit(settings.url)
     if parts.username or parts.password:
@@ -138,7 +138,7 @@ def open_backend(settings: RemoteSettings) -> Backend:
     except ModuleNotFoundError as error:
         extra = "s3" if parts.scheme == "s3" else "redis"
         raise ConfigError(f"{error.name} is needed for {settings.url}: {install(extra)}") from error
-    except ValueError as error:  # a port that is none
+    except ValueError as error:  # an invalid port
         raise ConfigError(f"{settings.url!r} is no address of a remote store: {error}") from error
     raise ConfigError(
         f"{settings.url!r} is no address of a remote store; write valkey://host:6379, "
@@ -147,9 +147,9 @@ def open_backend(settings: RemoteSettings) -> Backend:
 
 
 def _credentials(name: str) -> Credentials:
-    """Of the file, else of the environment.
+    """The credentials from a file, or without one from the environment.
 
-    :raises ConfigError: the file is not this user's alone, or says something else.
+    :raises ConfigError: the file is not private to this user, or invalid.
     """
     if not name:
         return Credentials(

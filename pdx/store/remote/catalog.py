@@ -1,7 +1,7 @@
-"""What a node knows of a store that others use as well, what it is asking for, and what it is to remove there. No I/O.
+"""What a node knows about a shared store: known keys, pending questions, and pending removals. No I/O.
 
-What was found is known for some seconds, and what was not for a moment. Questions wait for a thread; one that is free
-is given all that wait, as far as one call goes: of a store that is far away many learn as much as one.
+A found key is trusted for some seconds, a missing one for a moment. Questions wait for a thread; a free thread takes
+all that wait, as far as one call goes, because a round trip to a distant store takes as long for many as for one.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pdx.errors import TierError
 from pdx.store.store_tier import Forgotten, StoreTier
 from pdx.store.tier import Held
 
-THERE_S = 30.0  # what was found is taken to be there so long …
-NOT_THERE_S = 1.0  # … and what was not, not to be
+THERE_S = 30.0  # how long a found key counts as there …
+NOT_THERE_S = 1.0  # … and a missing one as missing
 MAX_KNOWN = 1 << 17  # keys
-MAX_SOUGHT = 1024  # questions that threads have, or that wait for one
-MAX_LEAVING = 1 << 17  # keys that are to be removed
-MAX_NAMES = 1024  # in one call
+MAX_SOUGHT = 1024  # pending questions
+MAX_LEAVING = 1 << 17  # keys waiting to be removed
+MAX_NAMES = 1024  # removed per call
 
 
 def name_of(key: bytes, shard: int) -> str:
-    """Under which a chunk of one shard lies there."""
+    """The object name of a chunk of one shard."""
     return f"v3/{key.hex()}-{shard}"
 
 
 class Question(msgspec.Struct, eq=False):
-    """Whether these keys are there, up to the first that is not; the first `at` are."""
+    """The question whether these keys are there, up to the first that is not; the first `at` are known to be."""
 
     moment: int  # see `Forgotten`
     since: float
@@ -41,38 +41,39 @@ class Question(msgspec.Struct, eq=False):
 
 
 class Known(msgspec.Struct, frozen=True, gc=False):
-    """What was found under a key when so many shards were asked for; None: not all of them."""
+    """The answer for a key when so many shards were asked for; `held` is None if not all are there."""
 
     until: float
     shards: int
     held: Held | None
-    why: str = ""  # nothing was found out, because the question failed
+    why: str = ""  # why the question failed, so that nothing is known
 
 
-Asked = Sequence[tuple[Question, Sequence[bytes]]]  # by one call: of each question, some of its keys
+Asked = Sequence[tuple[Question, Sequence[bytes]]]  # of one call: questions, with some of the keys of each
 
 
 class Catalog:
-    """Owned by the control loop. Its tier notes keys that came or went, and how long questions take.
+    """A node's view of the store. Owned by the control loop. It reports to its tier which keys came or went, and how
+    long questions take.
 
-    Three things could bring back what was removed, and none does: a write that is under way is waited for, a copy
-    that was admitted before writes it no more (`left_since`), and an answer to an earlier question does not count.
+    Removed keys do not come back: a removal waits for writes in flight, copies admitted before it do not write the key
+    any more (`left_since`), and answers to earlier questions are ignored.
     """
 
     def __init__(self, tier: StoreTier, forgotten: Forgotten) -> None:
-        """`forgotten`: what was removed, and when."""
-        self.waiting: deque[Question] = deque()  # that no thread has
-        self.seeking = 0  # questions
+        """`forgotten`: which keys were removed, and when."""
+        self.waiting: deque[Question] = deque()  # questions without a thread
+        self.seeking = 0  # pending questions
         self._tier = tier
         self._env = tier.env
         self._forgotten = forgotten
-        self._to_remove: OrderedDict[bytes, int] = OrderedDict()  # in so many shards
-        self._removing: dict[bytes, int] = {}  # that a thread removes
-        self._writing: Counter[bytes] = Counter()  # by jobs under way
+        self._to_remove: OrderedDict[bytes, int] = OrderedDict()  # key -> shards
+        self._removing: dict[bytes, int] = {}  # the same, being removed by a thread
+        self._writing: Counter[bytes] = Counter()  # key -> jobs in flight that write it
         self._known: OrderedDict[bytes, Known] = OrderedDict()
-        self._put: OrderedDict[bytes, int] = OrderedDict()  # what this node has stored there: a bit for each shard
-        self._sought: dict[bytes, Question] = {}  # what is asked for
-        self._failed = 0.0, ""  # what there is to say until then of keys that a question was about which failed
+        self._put: OrderedDict[bytes, int] = OrderedDict()  # key -> shards that this node has stored, as bits
+        self._sought: dict[bytes, Question] = {}  # key -> its pending question
+        self._failed = 0.0, ""  # until when, and how, to explain misses by the last failed question
 
     # ---- what is known ----------------------------------------------------------------------
 
@@ -81,8 +82,8 @@ class Catalog:
         return known if known is not None and known.shards == shards and known.until >= self._env.clock() else None
 
     def holds(self, key: bytes, shards: int) -> bool:
-        """Whether this node has stored or found it there, until it hears otherwise. What others remove, or the store by
-        itself, it hears of when it asks the next time."""
+        """Whether this node has stored or found the key there, as far as it knows. It learns of removals by other
+        nodes, or the store itself, only when it asks again."""
         known = self._known.get(key)
         if known is not None and known.held is not None and shards in (0, known.shards):
             return True
@@ -90,11 +91,11 @@ class Catalog:
         return bits > 0 and bits == (1 << (shards or bits.bit_length())) - 1
 
     def keys(self) -> list[bytes]:
-        """All that `holds` may be true of."""
+        """All keys for which `holds` may be true."""
         return list(dict.fromkeys((*self._known, *self._put)))
 
     def know(self, key: bytes, shards: int, held: Held | None, why: str = "") -> None:
-        """This was found, or nothing; `why`: nothing was found out."""
+        """Record an answer. `why`: the question failed, and nothing is known."""
         self._sought.pop(key, None)
         if held is None and not why:
             self._put.pop(key, None)
@@ -106,7 +107,7 @@ class Catalog:
             self.know(key, self._known[key].shards, None)
 
     def put(self, key: bytes, bits: int) -> None:
-        """This node has stored these shards there; which others are there nobody knows."""
+        """This node has stored these shards; whether others are there is not known."""
         self._known.pop(key, None)
         self._sought.pop(key, None)
         self._add(self._put, key, self._put.get(key, 0) | bits)
@@ -119,15 +120,16 @@ class Catalog:
             self._tier.note([table.popitem(last=False)[0]])
 
     def forget(self, key: bytes, *, is_gone: bool = True) -> int:
-        """In how many shards this is known to be there; nothing is known of it any more. `is_gone`: nor is it there."""
+        """Drop what is known of a key; return in how many shards it was known to be there. `is_gone`: it is not there
+        any more."""
         known, bits = self._known.pop(key, None), self._put.pop(key, 0) if is_gone else 0
         self._tier.note([key])
         return max(known.shards if known is not None and known.held is not None else 0, bits.bit_length())
 
-    # ---- what is asked ----------------------------------------------------------------------
+    # ---- questions --------------------------------------------------------------------------
 
     def seeks(self, key: bytes) -> bool:
-        """Whether this is being asked for."""
+        """Whether a question about the key is pending."""
         return key in self._sought
 
     def asked_s(self, key: bytes) -> float:
@@ -135,7 +137,7 @@ class Catalog:
         return self._env.clock() - question.since if question is not None else 0.0
 
     def ask(self, keys: Sequence[bytes], shards: int) -> bool:
-        """Have these asked for; whether there is room for the question."""
+        """Enqueue a question about these keys; return whether there is room for it."""
         if self.seeking >= MAX_SOUGHT or len(self._sought) >= MAX_KNOWN:
             return False
         self.seeking += 1
@@ -145,7 +147,7 @@ class Catalog:
         return True
 
     def next_call(self, batch: int, most: int) -> Asked:
-        """What is asked next: of each question `batch` names at most, and `most` in all, or a question's share."""
+        """Take what to ask next: at most `batch` names per question, fewer if many wait, and about `most` in all."""
         each = min(batch, most // len(self.waiting))
         asked: list[tuple[Question, Sequence[bytes]]] = []
         count = 0
@@ -157,7 +159,7 @@ class Catalog:
         return asked
 
     def answered(self, asked: Asked, sizes: Iterator[Held | None], error: TierError | None) -> list[bytes]:
-        """What a call has found out; keys of which something is known now."""
+        """Take the answer, or error, of a call; return the keys of which something is known now."""
         told: list[bytes] = []
         again: list[Question] = []
         for question, keys in asked:
@@ -176,12 +178,12 @@ class Catalog:
         return told
 
     def _learn(self, question: Question, keys: Sequence[bytes], found: Sequence[Held | None]) -> None:
-        """These are there, up to the first that is not."""
+        """Record these answers, up to the first key that is not there."""
         for key, held in zip(keys, found, strict=True):
             if held is None and key in self._put and self._sought.get(key) is not question:
-                break  # it was stored, or asked for anew, since
+                break  # stored or asked for again since
             if held is not None and self.left_since(key, question.moment):
-                break  # it is deleted
+                break  # deleted since
             self._env.counters["remote_misses" if held is None else "remote_hits"] += 1
             self.know(key, question.shards, held)
             if held is None:
@@ -190,10 +192,10 @@ class Catalog:
     def _end(self, question: Question, error: TierError | None = None) -> Sequence[bytes]:
         now = self._env.clock()
         self.seeking -= 1
-        self._tier.answer_s += (now - question.since - self._tier.answer_s) / 4  # the last ones count more
+        self._tier.answer_s += (now - question.since - self._tier.answer_s) / 4  # moving average
         if error is not None and error.kind not in ("paused", "cancelled"):
             first = next((key for key in question.keys if key in self._sought), None)
-            if first is not None:  # who waits for it would have it asked for at once again
+            if first is not None:  # or a waiting request would ask again at once
                 self._failed = now + NOT_THERE_S, f"did not say whether it has it: {error.kind}: {error}"
                 self.know(first, question.shards, None, self._failed[1])
         for key in question.keys:
@@ -202,7 +204,7 @@ class Catalog:
         return question.keys
 
     def why_not(self, key: bytes) -> str:
-        """Why a key may be there that is not known to be."""
+        """Why a key may be there although it is not known to be."""
         now, known = self._env.clock(), self._known.get(key)
         if key in self._sought:
             return "was asked, and had not answered yet"
@@ -213,19 +215,19 @@ class Catalog:
             return why
         return "was not asked, because too many questions wait for it" if self.seeking >= MAX_SOUGHT else ""
 
-    # ---- what is removed --------------------------------------------------------------------
+    # ---- removals ---------------------------------------------------------------------------
 
     @property
     def num_leaving(self) -> int:
-        """How many are to be removed, until the store has said that they are."""
+        """Number of keys whose removal the store has not confirmed yet."""
         return len(self._to_remove) + len(self._removing)
 
     def is_leaving(self, key: bytes) -> bool:
-        """Whether this is one of them. For any thread."""
+        """Whether the key's removal is pending. Thread-safe."""
         return key in self._to_remove or key in self._removing
 
     def left_since(self, key: bytes, moment: int) -> bool:
-        """Whether this is to be removed, or was after that moment."""
+        """Whether the key's removal is pending, or was done after that moment."""
         return self.is_leaving(key) or self._forgotten.since(key, moment)
 
     def remove(self, key: bytes, shards: int) -> None:
@@ -236,13 +238,13 @@ class Catalog:
             self._to_remove.popitem(last=False)
 
     def writes(self, key: bytes, change: int) -> None:
-        """So many jobs more, or fewer, write this."""
+        """Count a change in the number of jobs that write the key."""
         self._writing[key] += change
         if not self._writing[key]:
             del self._writing[key]
 
     def next_removed(self) -> list[str]:
-        """The names that are removed next; none while others are being removed."""
+        """Take the names to remove next; none while others are being removed."""
         names: list[str] = []
         if self._removing:
             return names
@@ -257,7 +259,7 @@ class Catalog:
         return names
 
     def removed(self, *, is_done: bool) -> None:
-        """What was taken is removed, or is to be taken again."""
+        """The names taken are removed, or else must be taken again."""
         removing, self._removing = self._removing, {}
         for key, shards in removing.items():
             if is_done:
@@ -268,5 +270,5 @@ class Catalog:
 
 
 def _held_in_all(of_shards: Sequence[Held | None]) -> Held | None:
-    """What there is of a key, if all of its shards are alike."""
+    """The size of a key's chunks, if all its shards are there and alike."""
     return of_shards[0] if len(set(of_shards)) == 1 else None

@@ -1,4 +1,4 @@
-"""Chunks in Valkey or Redis, one server or a cluster, by redis-py."""
+"""The backend for Valkey and Redis, a single server or a cluster, using redis-py."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from pdx.errors import ConfigError, TierError
 from pdx.store.remote.backend import REDIS_SCHEMES, Backend, Credentials, Found, RemoteSettings, fill
 
 PORT = 6379
-SUPPORTED = "redis[hiredis]>=5.2,<9"  # as in pyproject.toml; `_Bounded` overrides what is not documented
-MOST_BYTES = 512 << 20  # of a value, unless a server is told otherwise; then it ends the connection
-_NO_WRITES = ("MISCONF ", "NOREPLICAS ")  # it cannot save to its disk, or has too few replicas
-_this = threading.local()  # `ends_at` of the call that a thread has under way, by CLOCK_MONOTONIC
+SUPPORTED = "redis[hiredis]>=5.2,<9"  # as in pyproject.toml; `_Bounded` overrides an undocumented method
+MOST_BYTES = 512 << 20  # a server's default limit of a value, beyond which it closes the connection
+_NO_WRITES = ("MISCONF ", "NOREPLICAS ")  # the server cannot save to its disk, or has too few replicas
+_this = threading.local()  # `ends_at`: the deadline of this thread's call, by CLOCK_MONOTONIC
 
 
 def _left_s() -> float:
-    """:raises TimeoutError: the call of this thread has no time left."""
+    """Seconds until this thread's call must end. :raises TimeoutError: none are left."""
     if (left := getattr(_this, "ends_at", float("inf")) - time.monotonic()) <= 0:
         raise TimeoutError("the call has no time left")
     return float(left)
 
 
 class _Socket:
-    """A connection's socket. A read or write takes as long as the call of its thread has left at most.
+    """A connection's socket, on which reads and writes end at the deadline of the thread's call.
 
-    The client's own limit is for each read: a server that sends a byte now and then would keep a call for ever.
+    The client's own timeout is per read: a server that sends a byte now and then could keep a call going forever.
     """
 
     def __init__(self, whole: socket.socket, limit_s: float) -> None:
@@ -47,7 +47,7 @@ class _Socket:
         self._whole.settimeout(limit_s)
 
     def _bounded(self) -> socket.socket:
-        if self._limit_s != 0:  # else it does not wait
+        if self._limit_s != 0:  # 0: non-blocking
             left_s = _left_s()
             self._whole.settimeout(left_s if self._limit_s is None else min(left_s, self._limit_s))
         return self._whole
@@ -66,7 +66,7 @@ class _Socket:
 
 
 def _limit(name: str) -> property:
-    """A limit of the client, kept under `name`. While it connects: no more than the call has left by then."""
+    """A timeout of the client, stored as `name`. While it connects, no more than the time left to the call."""
 
     def given(self: Any) -> float:
         own_s: float = getattr(self, name)
@@ -79,14 +79,14 @@ def _limit(name: str) -> property:
 
 
 class _Bounded:
-    """A connection that is made, too, in the time that the call of its thread has left: to each address of a name in
-    turn, and with TLS its handshake."""
+    """A connection that is also established by the deadline of its thread's call, including attempts for several
+    addresses of a name and the TLS handshake."""
 
     is_connecting = False
     socket_timeout = _limit("_socket_timeout")
     socket_connect_timeout = _limit("_socket_connect_timeout")
 
-    def _connect(self: Any) -> _Socket:  # of redis-py, which calls it
+    def _connect(self: Any) -> _Socket:  # overrides redis-py
         self.is_connecting = True
         try:
             whole = super()._connect()  # type: ignore[misc]
@@ -104,10 +104,10 @@ class _Tls(_Bounded, redis.SSLConnection):
 
 
 class RedisBackend(Backend):
-    """See `Backend`. What it stores expires after `ttl_s`, if that is set; else the server evicts by its own policy."""
+    """See `Backend`. Values expire after `ttl_s`, if that is set; else the server evicts by its own policy."""
 
     def __init__(self, settings: RemoteSettings, credentials: Credentials, prefix: str, database: int) -> None:
-        """:raises ConfigError: a release of the client whose calls cannot be bounded."""
+        """:raises ConfigError: calls of this release of the client cannot be bounded in time."""
         if not hasattr(redis.Connection, "_connect"):
             raise ConfigError(
                 f"redis-py {redis.__version__} does not make its connections by Connection._connect, where PDX bounds "
@@ -119,14 +119,14 @@ class RedisBackend(Backend):
         self._prefix = prefix
         self._database = database
         host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
-        self._where = f"redis://{host}:{parts.port or PORT}"  # ValueError: the port is none
+        self._where = f"redis://{host}:{parts.port or PORT}"  # raises ValueError for an invalid port
         self._settings: dict[str, Any] = {
             "username": credentials.user or None,
             "password": credentials.password or None,
             "client_name": "pdx",
             "connection_class": _Plain,
-            "protocol": 2,  # a new connection asks less, which the first question by it waits for
-            "socket_timeout": settings.timeout_s,  # a call has less, see `_Socket`
+            "protocol": 2,  # needs fewer round trips on a new connection, which its first question waits for
+            "socket_timeout": settings.timeout_s,  # a call may have less, see `_Socket`
             "socket_connect_timeout": settings.timeout_s,
         }
         if REDIS_SCHEMES[parts.scheme]:
@@ -141,9 +141,9 @@ class RedisBackend(Backend):
         self._lock = threading.Lock()
 
     def _connected(self) -> Any:
-        """The client; it is made by the first call.
+        """The client; the first call makes it.
 
-        :raises TimeoutError: another call makes it, which takes longer than this one may.
+        :raises TimeoutError: another call is making it, and this one's time is over.
         """
         if not self._lock.acquire(timeout=_left_s()):
             raise TimeoutError("another call is connecting")
@@ -155,7 +155,7 @@ class RedisBackend(Backend):
             self._lock.release()
 
     def _made(self) -> Any:
-        # One more try at once is for a connection that the server has closed meanwhile; who waits is not kept longer.
+        # One retry, at once, is for a connection that the server has closed; more would keep requests waiting.
         retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
         pool = redis.ConnectionPool.from_url(self._where, **self._settings, retry=retry, db=self._database)
         client = redis.Redis.from_pool(pool)
@@ -172,17 +172,17 @@ class RedisBackend(Backend):
         return f"{self._prefix}:{name}"
 
     def connect(self, count: int) -> None:
-        with self._call(self._timeout_s) as client:  # nobody waits for it
+        with self._call(self._timeout_s) as client:  # no request waits for it
             try:
                 client.ping()
             except redis.ResponseError as error:
-                if _kind(error) != "read_only":  # so refused where writes are, by some servers: what is there is read
+                if _kind(error) != "read_only":  # some servers refuse PING like writes, but still answer reads
                     raise
             servers = [client]
             if isinstance(client, RedisCluster):
                 found = client.get_primaries()  # type: ignore[no-untyped-call]
                 servers = [client.get_redis_connection(each) for each in found]
-            for each in servers:  # it answers: who takes no more connections, or is just being replaced, is no reason
+            for each in servers:  # best effort: one may take no more connections, or is just being replaced
                 with contextlib.suppress(redis.RedisError, OSError):
                     _open(each, count)
 
@@ -231,14 +231,14 @@ class RedisBackend(Backend):
     def close(self) -> None:
         with self._lock:
             client, self._client = self._client, None
-        if hasattr(client, "disconnect_connection_pools"):  # a cluster's: it does not close them itself
+        if hasattr(client, "disconnect_connection_pools"):  # a cluster's client does not close them itself
             client.disconnect_connection_pools()
         if client is not None:
             client.close()
 
     @contextlib.contextmanager
     def _call(self, timeout_s: float) -> Iterator[Any]:
-        """A client for one call, which ends when its time is over, whatever comes from the server meanwhile."""
+        """The client for one call, which ends at its deadline even while bytes still come."""
         _this.ends_at = time.monotonic() + timeout_s
         try:
             yield self._connected()
@@ -246,7 +246,7 @@ class RedisBackend(Backend):
             redis.RedisError,
             redis.exceptions.RedisClusterException,
             OSError,
-        ) as error:  # the last of a resolver, say
+        ) as error:  # OSError: from the resolver, for example
             kind = _kind(error) if time.monotonic() < _this.ends_at else "timeout"
             raise TierError(f"{self.place}: {str(error) or type(error).__name__}", kind) from error
         finally:
@@ -254,7 +254,7 @@ class RedisBackend(Backend):
 
 
 def _open(client: redis.Redis, count: int) -> None:
-    """So many connections of it are open, none of them in use."""
+    """Open `count` connections, and leave them idle in the client's pool."""
     pool = client.connection_pool
     with contextlib.ExitStack() as taken:
         for _ in range(count):
@@ -262,8 +262,8 @@ def _open(client: redis.Redis, count: int) -> None:
 
 
 def _is_of_type(error: Exception) -> bool:
-    """Whether there is something under the name, but a list, say. It counts as without a byte, so that it is no chunk
-    and one takes its place, and the store is not to blame."""
+    """Whether the name has a value of another type, such as a list. It counts as an empty object, so that a chunk
+    replaces it, and not as an error of the store."""
     return isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error)
 
 

@@ -1,7 +1,7 @@
-"""Chunks in S3-compatible object storage, by obstore.
+"""The backend for S3-compatible object storage, using obstore.
 
-The endpoint, the region and the credentials are those of the AWS_… environment variables, as every client of S3 has
-them; a file may have the credentials instead.
+Endpoint, region and credentials come from the usual AWS_… environment variables; a file may have the credentials
+instead.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from obstore.store import S3Store
 from pdx.errors import ConfigError, TierError
 from pdx.store.remote.backend import Backend, Credentials, Found, RemoteSettings, fill
 
-SOON = 0.05  # of a call's time may be over when its request is sent a second time, after as long a wait
+SOON = 0.05  # of a call's time: a failure within this is retried, once, after as long a wait
 _FULL = ("EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull")  # codes of S3, besides 507
-_KINDS = (  # of calls without a status, by words of the client
+_KINDS = (  # of errors without a status, by the client's words
     (r"certificate|UnknownIssuer", "untrusted"),
     (r"timed out|TimedOut|operation timeout|deadline", "timeout"),
-    (r"credential|AccessDenied", "denied"),  # the latter in an answer about some of several names
+    (r"credential|AccessDenied", "denied"),  # the latter in an answer for some of several names
     (r"connect|dns|tcp|connection|sending request", "unreachable"),
 )
 
 
 class S3Backend(Backend):
-    """See `Backend`. What is older than `ttl_s` is not found; the bucket's own lifecycle removes it."""
+    """See `Backend`. Objects older than `ttl_s` are not found; removing them is left to the bucket's lifecycle."""
 
     batch = 16
-    most = 64  # each is a request, and has a thread
+    most = 64  # each name is a request, with a thread
 
     def __init__(self, settings: RemoteSettings, credentials: Credentials, bucket: str, prefix: str) -> None:
-        """:raises ConfigError: the environment or the address is not what the client needs."""
+        """:raises ConfigError: the client does not accept the environment or the address."""
         self.place = settings.url
         self._ttl_s = settings.ttl_s
         own: dict[str, Any] = {
@@ -52,8 +52,8 @@ class S3Backend(Backend):
         is_http = any(each.startswith("http://") for each in endpoints)
 
         self._timeout_s, self._lookup_s = settings.timeout_s, settings.lookup_s
-        # Both limits of the client are for each try. The second one is for what fails at once: later than that, it
-        # would end after the call's time.
+        # The client's timeouts are per attempt. Only early failures are retried: a later retry would end after the
+        # call's time.
         span, soon = timedelta(seconds=(1 - 2 * SOON) * self._timeout_s), timedelta(seconds=SOON * self._timeout_s)
         try:
             with _certificates(settings.ca):
@@ -73,16 +73,16 @@ class S3Backend(Backend):
         self._pool = futures.ThreadPoolExecutor(self.most, "pdx-s3")
 
     def connect(self, count: int) -> None:
-        """See `Backend.connect`. The client opens a connection for each request that is under way."""
+        """See `Backend.connect`. The client opens a connection for each concurrent request."""
         list(self._pool.map(lambda _: self._first(), range(count)))
 
     def _first(self) -> None:
-        with self._call() as store:  # nobody waits for it
+        with self._call() as store:  # no request waits for it
             next(iter(obstore.list(store, chunk_size=1)), None)
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[Found | None]:
-        # A request may wait for a thread as well. One that comes to no end in time goes on: the client would close its
-        # connection, and a new one may take longer than a question has.
+        # The limit includes the wait for a thread. A late request goes on: if it were cancelled, the client would close
+        # its connection, and a new one may take longer than a question has.
         try:
             return list(self._pool.map(lambda name: self._head(name, nbytes), names, timeout=self._lookup_s))
         except futures.TimeoutError as error:
@@ -99,7 +99,7 @@ class S3Backend(Backend):
             except exceptions.BaseError as error:
                 if re.search(r"\b416\b", str(error)) is None:
                     raise
-                return Found(memoryview(b""), 0)  # it has no byte
+                return Found(memoryview(b""), 0)  # the object is empty
 
     def _is_old(self, meta: Any) -> bool:
         return bool(self._ttl_s) and meta["last_modified"] + timedelta(seconds=self._ttl_s) < datetime.now(UTC)
@@ -119,15 +119,15 @@ class S3Backend(Backend):
 
     def remove(self, names: Sequence[str]) -> None:
         with self._call() as store, contextlib.suppress(FileNotFoundError):
-            obstore.delete(store, list(names))  # 1000 of them are one request
+            obstore.delete(store, list(names))  # one request per 1000
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._store = None  # its connections end with it
+        self._store = None  # which closes its connections
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[S3Store]:
-        """The client for one request, which ends all of it when its time is over, with its one retry."""
+        """The client for one request, which the client ends at its deadline, including the one retry."""
         ends_at, store = time.monotonic() + self._timeout_s, self._store
         if store is None:
             raise TierError(f"{self.place} is closed", "cancelled")
@@ -136,13 +136,13 @@ class S3Backend(Backend):
         except (exceptions.BaseError, OSError, ValueError) as error:
             kind, text = _told(error)
             if kind == "unreachable" and time.monotonic() >= ends_at:
-                kind = "timeout"  # the client's text says no more than that it was sending the request
+                kind = "timeout"  # the client's text only says that it was sending the request
             raise TierError(f"{self.place}: {text[:300]}", kind) from error
 
 
 @contextlib.contextmanager
 def _certificates(file: str) -> Iterator[None]:
-    """Clients that are made meanwhile trust these alone: they have no option for it, and read a variable."""
+    """Within this, new clients trust only these certificates: they have no option for it, and read a variable."""
     before = os.environ.get("SSL_CERT_FILE")
     if file:
         os.environ["SSL_CERT_FILE"] = file
@@ -156,7 +156,7 @@ def _certificates(file: str) -> Iterator[None]:
 
 
 def _told(error: Exception) -> tuple[str, str]:
-    """What kind of error it is, and what to tell of it."""
+    """The kind of an error, and the text to report."""
     text = str(error)
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if status := re.search(r"status code: (\d{3})", text):

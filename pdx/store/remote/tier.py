@@ -1,20 +1,20 @@
-"""The remote tier: chunks in a store that several nodes share, by whatever `pdx.store.remote.backend` reaches.
+"""The remote tier: chunks in a store that several nodes share, through a `pdx.store.remote.backend`.
 
-Under a name each has the form of `pdx.store.chunk_format`:
+Each object has the format of `pdx.store.chunk_format`:
 
     <prefix>/v3/<key>-<shard>    encoded or not
 
-A look-up never waits for the network: what `Catalog` does not know a thread asks for, while the question of the request
-waits. So what another node has stored is found.
+A lookup never waits for the network: for keys that `Catalog` does not know, a thread asks the store while the request
+waits, so that chunks stored by other nodes are found.
 
-What is deleted is removed there, whether or not this node knows that it is there; where the store does not answer, when
-it does (`Catalog`).
+Deleted keys are removed from the store, whether or not this node knows that they are there; if the store does not
+answer, later (`Catalog`).
 
 Names are the chunks' keys, which cover model, precision, layout and cache salt, so that nodes that differ in one of
-these never meet. What clients name themselves does not come here.
+these never share objects. Chunks with clients' names are not stored here.
 
-A store that does not answer is left alone: after some failures in a row nothing is asked of it for some seconds, and
-then one call tells whether it is back. Until it has answered for the first time nothing is asked of it either.
+After some consecutive failures the store is not used for some seconds; then a probe finds out whether it is back. It is
+not used before its first answer, either.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ from pdx.wire.status import TierStatus
 
 log = logging.getLogger("pdx.node")
 
-THREADS = 4  # for questions, as many for loads, and as many for stores
+THREADS = 4  # each for questions, for loads and for stores
 HEAD_BYTES = 1024  # the header of a chunk with up to about 100 slices
-_FAULTS = ("unreachable", "timeout", "denied", "untrusted", "failed")  # of the store …
-_OF_WRITES = (*OF_STORES, "failed")  # answers to what changes something there; they say nothing of reads
+_FAULTS = ("unreachable", "timeout", "denied", "untrusted", "failed")  # the store is to blame
+_OF_WRITES = (*OF_STORES, "failed")  # errors of writes and removals that say nothing about reads
 _ENDS_CONNECTION = ("unreachable", "timeout")
-_OF_CHUNKS = ("missing", "corrupt", "truncated", "outdated")  # … and of what is there
+_OF_CHUNKS = ("missing", "corrupt", "truncated", "outdated")  # the object is to blame
 
 
 class RemoteTier(StoreTier):
-    """See `StoreTier`. `close` waits for calls that are under way."""
+    """See `StoreTier`. `close` waits for calls in flight."""
 
     kind = name = "remote"
     is_shared = True
     loads_at_once = THREADS
 
     def __init__(self, host: TierHost, backend: Backend, codec: str = NONE) -> None:
-        """`backend` reaches the store; it is closed with the tier."""
+        """`backend` is closed with the tier."""
         self._backend = backend
         self._asks, self._loads, self._stores = queues = WorkQueue(THREADS), WorkQueue(THREADS), WorkQueue(THREADS)
         super().__init__(host, codec, 3 * THREADS, queues)
         self._health.doubt = "no answer yet"
-        self._remove_from = 0.0  # nothing is removed before that
+        self._remove_from = 0.0  # no removals before this time
         self._catalog = Catalog(self, self._forgotten)
         self._answers()
 
@@ -87,9 +87,9 @@ class RemoteTier(StoreTier):
     # ---- whether it answers -----------------------------------------------------------------
 
     def _answers(self) -> bool:
-        """Whether something may be asked of it now. After a pause one call finds out whether it is back."""
+        """Whether the store may be used now. After a pause this starts a probe."""
         if self._health.begins_probe():
-            # What a new connection takes would count as what the store takes for the first loads, which would not pay.
+            # Open connections, or the first loads would seem too slow to pay because they include connecting.
             self._call(self._asks, lambda work: self._backend.connect(THREADS), self._pinged)
         return not self._health.doubt
 
@@ -106,17 +106,17 @@ class RemoteTier(StoreTier):
         self._warn(error, f"nothing is asked of it for {PAUSE_S:g} s")
 
     def _went(self, error: TierError | None) -> None:
-        """A call has ended so."""
+        """Record the end of a call."""
         if error is None:
             self._health.works()
         elif error.kind in _FAULTS:
             if self._health.failed():
                 self._pause(error)
-            elif not self._health.doubt and error.kind in _ENDS_CONNECTION:  # a new one may take longer than a question
+            elif not self._health.doubt and error.kind in _ENDS_CONNECTION:  # too slow to make for a question
                 self._call(self._asks, self._connect)
 
     def _connect(self, work: Work) -> None:
-        """On a thread: in place of a connection that ended with a call."""
+        """On a thread: replace a connection that ended with a failed call."""
         self._end_if_paused()
         self._backend.connect(1)
 
@@ -155,7 +155,7 @@ class RemoteTier(StoreTier):
         return self._catalog.asked_s(key)
 
     def _ask(self) -> None:
-        """Give threads that are free what waits."""
+        """Give waiting questions to free threads."""
         while self._catalog.waiting and self._threads.has_room(self._asks):
             asked = self._catalog.next_call(self._backend.batch, self._backend.most)
             names = [
@@ -164,7 +164,7 @@ class RemoteTier(StoreTier):
             self._call(self._asks, partial(self._look, names), partial(self._answered, asked))
 
     def _look(self, names: Sequence[str], work: Work) -> list[Held | None]:
-        """On a thread."""
+        """Ask for the sizes; on a thread."""
         self._end_if_paused()
         return self._sizes(names)
 
@@ -179,7 +179,7 @@ class RemoteTier(StoreTier):
         self._host.answered(told)
 
     def _sizes(self, names: Sequence[str]) -> list[Held | None]:
-        """On a thread: of what chunks these are; None: of none."""
+        """On a thread: the sizes of the chunks under these names; None if there is no good one."""
         heads = self._backend.heads(names, HEAD_BYTES)
         more = [at for at, found in enumerate(heads) if found is not None and whole_header(found.head) > HEAD_BYTES]
         if more:
@@ -222,8 +222,8 @@ class RemoteTier(StoreTier):
             self._remove_some()
 
     def evict(self, keys: Sequence[bytes], shards: int = 0) -> int:
-        """See `Tier.evict`. All that is named is removed; those count that this node has stored or found there, and
-        none while the store does not answer: they are removed when it does."""
+        """See `Tier.evict`. All these keys are removed, but only those count that this node has stored or found there;
+        none count while the store does not answer, because they are removed only when it does."""
         count = 0
         for key in dict.fromkeys(keys):
             known = self._catalog.forget(key)
@@ -233,7 +233,7 @@ class RemoteTier(StoreTier):
         return 0 if self._health.doubt else count
 
     def recode_one(self, pair: Pair, recoding: Recoding) -> None:
-        """See `StoreTier`. Other nodes may load them meanwhile."""
+        """See `StoreTier`. Other nodes may load the objects meanwhile."""
         for key in set(pair):
             self._catalog.writes(key, 1)
         most_bytes = max(arena.nbytes for arena in self._host.memory)
@@ -260,7 +260,7 @@ class RemoteTier(StoreTier):
             self._call(self._stores, partial(self._remove, names), self._removed)
 
     def _remove(self, names: Sequence[str], work: Work) -> None:
-        """On a thread."""
+        """Remove objects; on a thread."""
         self._end_if_paused()
         self._backend.remove(names)
 
@@ -279,7 +279,7 @@ class RemoteTier(StoreTier):
     def _ended(self, work: Work) -> None:
         super()._ended(work)
         if work.job is None:
-            self._ask()  # of whatever kind it was: it may have had a thread that questions wait for
+            self._ask()  # any of these calls may have had a thread that questions wait for
 
     def _over(self, work: Work, job: Job) -> None:
         error, key, is_load = work.error, work.part.key, work.is_load
@@ -296,16 +296,16 @@ class RemoteTier(StoreTier):
             self._warn(error, "the chunk counts as missing" if is_load else "the chunk is not there")
             if is_load or error.kind not in _OF_WRITES:
                 self._went(error)
-            elif error.kind in OF_STORES:  # what is there can be loaded
+            elif error.kind in OF_STORES:  # loads still work
                 self._health.pause_writes()
-            else:  # likewise, as far as anybody knows
+            else:  # loads may still work
                 self._health.not_written(is_read_only=False)
             if not is_load:
                 self._not_stored([key], str(error))
         if is_load and error is not None and error.kind in _OF_CHUNKS:
             self._catalog.lost(key)
         elif not is_load and self._catalog.is_leaving(key):
-            self._remove_some()  # which has waited for it
+            self._remove_some()  # its removal has waited for this
         elif not is_load and error is None:
             self._catalog.put(key, 1 << work.part.shard)
         self._host.done(self, job, error)
@@ -348,17 +348,18 @@ class RemoteTier(StoreTier):
             chunk_format.load(job, arena, name, partial(self._backend.read, name), lambda: work.is_cancelled)
             return
         except TierError as error:
-            why = TierError(str(error), error.kind)  # a traceback would keep the arena's memory mapped
-        if why.kind == "cancelled":  # nobody waits for it any more, and it tells how fast the store is
+            why = TierError(str(error), error.kind)  # copied, because its traceback would keep the arena mapped
+        if why.kind == "cancelled":  # no longer wanted, but its time still counts for the store's rate
             job.end_ns = time.monotonic_ns()
         elif why.kind in _OF_CHUNKS and why.kind != "missing":
             self._drop(name, why)
         raise why
 
     def _drop(self, name: str, error: TierError) -> None:
-        """Remove what is no whole chunk.
+        """Remove a bad object.
 
-        :raises TierError: `error`, with why it is there still: who may not remove it is not to blame for it.
+        :raises TierError: the removal failed; with the kind of `error`, so that it does not count as a fault of the
+            store.
         """
         try:
             self._backend.remove([name])
@@ -371,18 +372,18 @@ class RemoteTier(StoreTier):
         self._end_if_paused()
 
     def _end_if_paused(self) -> None:
-        """What waits for a thread when a pause begins does not try the store, each with a deadline of its own."""
+        """Fail work that was waiting when a pause began, so that it does not wait for the store's timeouts in turn."""
         if self._health.doubt:
             raise TierError(f"{self._backend.place} has not answered, and is not asked for a while", "paused")
 
 
 def _size_of(part: Part) -> Held:
-    """What is found of a chunk that is stored from this part, or loaded into it."""
+    """The size of the part's chunk."""
     return Held(part.slot.nbytes, part.layers)
 
 
 def _held_of(found: Found | None, name: str) -> Held | None:
-    """What was found under a name, by its header; None: no such chunk."""
+    """The size of the chunk under a name, from its header; None if it is not that chunk."""
     if found is None:
         return None
     try:
@@ -393,11 +394,11 @@ def _held_of(found: Found | None, name: str) -> Held | None:
 
 
 def _recode(backend: Backend, pair: Pair, shards: int, codec: str, is_over: Over, most_bytes: int, work: Work) -> None:
-    """Store all shards of a chunk in another form. Each object is replaced at once. Where the key changes, the old ones
-    are removed when all of the new are there; if one cannot be written, the new ones are. `most_bytes`: of a chunk of
-    one shard that this node could load.
+    """Store all shards of a chunk in another form. Each object is replaced atomically. If the key changes, the old
+    objects are removed once all new ones are there; if one cannot be written, the new ones are removed. `most_bytes`:
+    the largest chunk of one shard that this node could load.
 
-    :raises TierError: the chunk is not there, not good, or not to be stored so, or the store failed.
+    :raises TierError: the chunk is missing, bad, or cannot be stored in that form, or the store failed.
     """
     old, new = pair
     written: list[str] = []
@@ -411,7 +412,7 @@ def _recode(backend: Backend, pair: Pair, shards: int, codec: str, is_over: Over
                 written.append(name_of(new, shard))
     except TierError:
         if old != new and written:
-            with contextlib.suppress(TierError):  # they are whole, and only take room
+            with contextlib.suppress(TierError):  # best effort: leftovers are whole chunks
                 backend.remove(written)
         raise
     if old != new:
@@ -421,7 +422,7 @@ def _recode(backend: Backend, pair: Pair, shards: int, codec: str, is_over: Over
 def _anew(
     backend: Backend, name: str, to: tuple[bytes, int], codec: str, is_over: Over, most_bytes: int
 ) -> list[memoryview] | None:
-    """The object in its new form; None: it has that form."""
+    """The object in its new form; None if it has that form already."""
     [found] = backend.heads([name], header_bytes(MAX_LAYERS))
     if found is None:
         raise TierError(f"{name} is not there", "missing")
