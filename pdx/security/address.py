@@ -67,7 +67,7 @@ def base_url(text: str) -> str:
         is_host = _ip(host) is not None or _URL_HOST.fullmatch(host) is not None
         plain = parts.scheme in _PLAIN_PORTS and is_host and parts.port != 0
     except ValueError as error:
-        raise ConfigError("an engine's URL does not parse; write http://host:port") from error
+        raise ConfigError("an engine's URL does not parse; write http://HOST:PORT") from error
     if not plain or parts.username or parts.password or parts.query or parts.fragment:
         shown = "" if "@" in text else f": {text!r:.100}"  # an error must not quote a password
         raise ConfigError(f"not an engine's URL{shown}; write http://HOST:PORT, without user, query or fragment")
