@@ -125,7 +125,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     address: str
     proxy: Addresses = ""  # where to report engines and timelines, with commas between; empty: nowhere
-    exit_when_idle_s: Annotated[Seconds, option("End when nothing is attached for so long.", default="never")] = 0.0
+    exit_when_idle_s: Annotated[
+        Seconds, option("End after nothing has been attached for this long.", default="never")
+    ] = 0.0
     arena_bytes: Annotated[
         ArenaBytes,
         option("Host memory for chunks.", default="4GiB; none with --gpu", section="Memory", for_engines=True),
@@ -134,152 +136,161 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     more_gpus: Annotated[
         GpuNames,
         option(
-            "Memory for chunks on this GPU, 0, 1, … or a UUID: for the engines there. Repeatable, or a list: 0,1.",
+            "Memory for chunks on this GPU (0, 1, … or a UUID), for the engines on it. Repeatable, or a list: 0,1.",
             flag="gpu",
             name="gpus",
             default="none",
         ),
     ] = []
-    gpu_arena_bytes: Annotated[ArenaBytes, option("Of each GPU.")] = 4 << 30
+    gpu_arena_bytes: Annotated[ArenaBytes, option("Size of the memory on each GPU.")] = 4 << 30
     numa: Annotated[
         NumaChoice,
-        option("NUMA node for host memory and threads; auto: that of the GPU, or of all GPUs if they have the same."),
+        option("NUMA node for host memory and threads; auto: that of the GPU, or of all GPUs if they share one."),
     ] = "auto"
     policy: Annotated[
         PolicyName,
-        option("Which chunks leave memory first: lru, s3fifo, gittins, age:SECONDS, idle:SECONDS, or an entry point."),
+        option("Eviction policy: lru, s3fifo, gittins, age:SECONDS, idle:SECONDS, or an entry point."),
     ] = "lru"
     salt_quota: Annotated[
-        Share, option("Where memory is full, chunks of one cache salt that take more than this share of it go first.")
+        Share,
+        option("If memory is full, chunks of a cache salt that has more than this share of it are evicted first."),
     ] = 1.0
     pin_share: Annotated[
-        ShareOrNone, option("The share of memory that pins, and leases of tenants, may keep; a pin of more is refused.")
+        ShareOrNone, option("Share of memory that pins and tenants' leases may hold; further pins are refused.")
     ] = 0.8
     tenant_lease_share: Annotated[
-        ShareOrNone, option("The share of memory that leases of one cache salt may keep; 0: none.")
+        ShareOrNone, option("Share of memory that leases of one cache salt may hold; 0: no leases.")
     ] = 0.1
-    lease_max_s: Annotated[
-        PositiveSeconds, option("The longest time that a request may lease its chunks for.", flag="lease-max-s")
-    ] = 600.0
+    lease_max_s: Annotated[PositiveSeconds, option("Longest lease that a request may ask for.", flag="lease-max-s")] = (
+        600.0
+    )
     disks: Annotated[
         FolderNames,
         option(
-            "Keep chunks in this folder, too, also when the node ends. Repeatable: each folder has its part.",
+            "Also keep chunks in this folder, beyond the node's end. Repeatable: each folder holds a part.",
             flag="disk",
             default="none",
             section="Disks",
         ),
     ] = []
-    disk_limit_bytes: Annotated[DiskBytes, option("The most that chunks take of each of these disks.")] = 100 << 30
-    disk_reserve_bytes: Annotated[ReserveBytes, option("So much of each of these disks is left to others.")] = 1 << 30
-    disk_policy: Annotated[PolicyName, option("Which chunks leave these disks first, as with --policy.")] = "lru"
+    disk_limit_bytes: Annotated[DiskBytes, option("Space that chunks may take on each of these disks.")] = 100 << 30
+    disk_reserve_bytes: Annotated[ReserveBytes, option("Free space to leave on each of these disks.")] = 1 << 30
+    disk_policy: Annotated[PolicyName, option("Eviction policy for these disks, as with --policy.")] = "lru"
     disk_codec: Annotated[
         CodecChoice,
-        option("Encode chunks for these disks: they take less there, and time of a core. They come back as they were."),
+        option("Compress chunks on these disks, without loss; costs CPU time."),
     ] = "none"
     remote: Annotated[
         Url,
         option(
-            "Share chunks there: valkey://, rediss:// or s3://BUCKET/PREFIX.", default="nowhere", section="Remote store"
+            "Store that shares chunks: valkey://, rediss:// or s3://BUCKET/PREFIX.",
+            default="nowhere",
+            section="Remote store",
         ),
     ] = ""
-    remote_codec: Annotated[CodecChoice, option("Encode chunks for the remote store, as with --disk-codec.")] = "none"
-    remote_ttl_s: Annotated[Seconds, option("What is older there is not used.", default="no limit")] = 0.0
-    remote_ca: Annotated[FileName, option("Certificates that sign that of the store.", default="the system's")] = ""
-    remote_credentials: Annotated[FileName, option("For the remote store.", default="the environment's")] = ""
+    remote_codec: Annotated[CodecChoice, option("Compress chunks in the remote store, as with --disk-codec.")] = "none"
+    remote_ttl_s: Annotated[Seconds, option("Older chunks in the remote store are not used.", default="no limit")] = 0.0
+    remote_ca: Annotated[FileName, option("CA certificates for the remote store.", default="the system's")] = ""
+    remote_credentials: Annotated[
+        FileName, option("File with credentials for the remote store.", default="the environment's")
+    ] = ""
     remote_s: Annotated[
         PositiveSeconds,
-        option("A load from the remote store, or a store there, that takes longer has failed.", flag="remote-timeout"),
+        option("Time limit for loading a chunk from the remote store, or storing one.", flag="remote-timeout"),
     ] = 5.0
     remote_lookup_s: Annotated[
         PositiveSeconds,
         option(
-            "A question whether chunks are there that takes longer has failed. More, for a store that is far away.",
+            "Time limit for asking the remote store which chunks it has. Increase it for a distant store.",
             flag="remote-lookup-timeout",
         ),
     ] = 0.25
     fetch_s: Annotated[
         PositiveSeconds,
         option(
-            "A request waits this long for chunks from a disk, the remote store or another node.",
+            "How long a request waits for chunks from a disk, the remote store or another node.",
             flag="fetch-timeout",
             section="Disks and remote store",
         ),
     ] = 5.0
     peer_lookup_s: Annotated[
-        Seconds, option("Ask peers what they have of a prompt, for so long; 0: never.", flag="peer-lookup-timeout")
+        Seconds,
+        option("How long to wait for peers' answers about a prompt; 0: do not ask them.", flag="peer-lookup-timeout"),
     ] = 0.005
     store: Annotated[
         StoreChoice,
-        option("Chunks that go to --disk and --remote: all, those requested twice, or those that leave memory next."),
+        option("Chunks to store in --disk and --remote: all, those requested twice, or those about to be evicted."),
     ] = "all"
-    store_window: Annotated[Share, option("With --store write-back: this share of memory is free or stored.")] = 0.1
+    store_window: Annotated[
+        Share, option("With --store write-back: share of memory that is kept free or already stored.")
+    ] = 0.1
     metrics: Annotated[
         HostPort,
         option(
-            "Prometheus metrics of the node at /metrics; beyond this host with --metrics-token-file or --keys.",
+            "Address for Prometheus metrics at /metrics; beyond this host only with --metrics-token-file or --keys.",
             default="nowhere",
             section="Metrics and events",
         ),
     ] = ""
     metrics_token_file: Annotated[
-        FileName, option("Who shows the token in it (Authorization: Bearer) is told --metrics, and nobody else.")
+        FileName, option("File with a token that clients of --metrics must present (Authorization: Bearer).")
     ] = ""
     events: Annotated[
-        Address, option("Publish there which blocks came and went, as vLLM does: ipc or tcp.", default="nowhere")
+        Address, option("Address (ipc or tcp) to publish block events on, in vLLM's format.", default="nowhere")
     ] = ""
-    events_replay: Annotated[Address, option("Readers that missed some of --events ask there.", default="nowhere")] = ""
-    events_topic: Annotated[Topic, option("Of what --events publishes.")] = ""
+    events_replay: Annotated[
+        Address, option("Address where readers of --events request events that they missed.", default="nowhere")
+    ] = ""
+    events_topic: Annotated[Topic, option("Topic of --events.")] = ""
     events_hashes: Annotated[
-        HashForm, option("How --events names blocks: by 64 bits of the engine's hash, vLLM's default, or by 16 bytes.")
+        HashForm, option("Block names in --events: 64 bits of the engine's hash (vLLM's default), or 16 bytes.")
     ] = "int"
     events_media: Annotated[
-        MediaForm, option("How --events names tiers: GPU, CPU and STORAGE, as vLLM does, or each by its own name.")
+        MediaForm, option("Tier names in --events: GPU, CPU and STORAGE as in vLLM, or PDX's own names.")
     ] = "vllm"
     events_open: Annotated[
-        bool, option("Readers of --events on other hosts need no keys: all who reach it learn which blocks are where.")
+        bool,
+        option("Serve --events to other hosts without keys: everyone who can connect learns which blocks are where."),
     ] = False
     name: Annotated[
         Name,
         option(
-            "What peers and the proxy call it.",
+            "Name for peers and the proxy.",
             default="made from host and address",
             section="Peers and channels",
             for_engines=False,
         ),
     ] = ""
-    listen: Annotated[Address, option("Where peers connect: ipc or tcp.", default="a socket on this host")] = ""
+    listen: Annotated[Address, option("Address for peers: ipc or tcp.", default="a socket on this host")] = ""
     discover: Annotated[
         Where,
         option(
-            "Find the addresses that --roster leaves out there: kubernetes:SERVICE[.NAMESPACE] or etcd:URL/PREFIX.",
+            "Where to find addresses missing in --roster: kubernetes:SERVICE[.NAMESPACE] or etcd:URL/PREFIX.",
             default="nowhere",
         ),
     ] = ""
     channels: Annotated[
         SchemeNames,
         option(
-            "Use this channel to peers; repeated: the first that works.",
+            "Channel to peers; repeatable: the first that works.",
             flag="channel",
             name="channels",
             default="the fastest; pdx doctor lists them",
         ),
     ] = []
-    wire_codec: Annotated[
-        CodecChoice, option("Encode what goes to peers by tcp: for slow networks. It comes back as it was.")
-    ] = "none"
-    digests: Annotated[
-        DigestChoice, option("Check what arrives from peers: what came over a wire, everything, or nothing.")
-    ] = "wire"
+    wire_codec: Annotated[CodecChoice, option("Compress data to peers over tcp, without loss: for slow networks.")] = (
+        "none"
+    )
+    digests: Annotated[DigestChoice, option("Verify data from peers: if it came over a wire, always, or never.")] = (
+        "wire"
+    )
     keys: Annotated[
         FileName, option("Secret key made by pdx keygen; needed beyond this host.", default="none", section="Trust")
     ] = ""
-    roster: Annotated[FileName, option("Names the peers, their addresses and public keys.", default="none")] = ""
+    roster: Annotated[FileName, option("File with the names, addresses and public keys of nodes.", default="none")] = ""
     trusted_network: Annotated[
         bool,
-        option(
-            "Choose also among channels that do not authenticate who writes (nixl, ucx): all who reach this host may."
-        ),
+        option("Also allow channels without authentication (nixl, ucx): everyone who can reach this host may write."),
     ] = False
     grant_s: PositiveSeconds = 5.0  # a push waits this long for room at its receiver
     push_s: PositiveSeconds = 60.0  # a push that is not over by then is dropped
@@ -408,54 +419,59 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     node: Annotated[
         str, option("The node to attach to: ipc:///absolute/path.", default="PDX_NODE, else this user's")
     ] = ""
-    start_node: Annotated[bool, option("Start a node where none runs, with the settings of the node that follow.")] = (
-        True
-    )
+    start_node: Annotated[bool, option("If no node is running, start one, with the node settings below.")] = True
     proxy: Annotated[
-        str, option("Where a node that this engine starts reports.", default="PDX_PROXY, else this user's")
+        str, option("Address of the proxy for a node that this engine starts.", default="PDX_PROXY, else this user's")
     ] = ""
     chunk_tokens: Annotated[
         int,
         Meta(ge=16, le=65_536),
-        option("Tokens of a chunk, a multiple of the block size; the same for all engines."),
+        option("Tokens per chunk, a multiple of the block size; the same for all engines."),
     ] = 256
     shards: Annotated[
         int,
         Meta(ge=0, le=1024),
         option(
-            "Parts that a chunk's heads are cut into. Engines of other tensor parallel sizes share chunks if all say a "
-            "number that each size divides.",
+            "Number of parts that a chunk's KV heads are divided into. Engines of different tensor parallel sizes "
+            "share chunks if all set the same number, which each size must divide.",
             default="one for each rank",
         ),
     ] = 0
     stages: Annotated[
         int | str,
         option(
-            "Parts that the model's layers are cut into: their number, or the layers of each, as in 12,20. Engines of "
-            "other pipeline parallel sizes share chunks if all say the same, and each stage is of whole parts.",
+            "Parts that the model's layers are divided into: their number, or the layers of each, as in 12,20. Engines "
+            "of different pipeline parallel sizes share chunks if all set the same, and each stage is of whole parts.",
             default="one for each stage",
         ),
     ] = 0
-    save: Annotated[bool, option("Store chunks. Without it an engine cannot prefill for another.")] = True
-    save_decode: Annotated[bool, option("Store generated chunks, too.")] = True
+    save: Annotated[bool, option("Store chunks. Without this, an engine cannot prefill for another.")] = True
+    save_decode: Annotated[bool, option("Also store generated tokens' chunks.")] = True
     load: Annotated[
         Literal["auto", "always"],
-        option("`auto`: beside running requests a hit is loaded only if that is sooner than computing it."),
+        option("`auto`: while other requests run, load a hit only if that is faster than computing it."),
     ] = "auto"
-    moved: Annotated[bool, option("Tell the node token ids, by which the hint `reuse: moved` finds chunks.")] = False
-    any_release: Annotated[bool, option("Run with a release of vLLM that PDX was not tested with, too.")] = False
-    role: Annotated[Literal["prefill", "decode", "both"], option("Told to the proxy; decides nothing here.")] = "both"
+    moved: Annotated[bool, option("Send token ids to the node, so that the hint `reuse: moved` can find chunks.")] = (
+        False
+    )
+    any_release: Annotated[bool, option("Also run with vLLM releases that PDX was not tested with.")] = False
+    role: Annotated[Literal["prefill", "decode", "both"], option("Role reported to the proxy; has no effect here.")] = (
+        "both"
+    )
     url: Annotated[
-        str, option("Where this engine serves HTTP, told to the proxy; empty: its --prefill, --decode say.")
+        str,
+        option("URL at which this engine serves, for the proxy; empty: the proxy's --prefill and --decode name it."),
     ] = ""
-    lookup_s: Annotated[PositiveSeconds, option("A lookup that the node has not answered by then is a miss.")] = 1.0
+    lookup_s: Annotated[PositiveSeconds, option("Time limit for the node's answer to a lookup; then it is a miss.")] = (
+        1.0
+    )
     reserve_wait_s: Annotated[
-        PositiveSeconds, option("A prefill waits this long for room for a transfer; then what fits goes.")
+        PositiveSeconds, option("How long a prefill waits for room for a transfer; then it sends what fits.")
     ] = 5.0
     transfer_wait_s: Annotated[
-        PositiveSeconds, option("A decode waits this long for its transfer; then it computes the rest.")
+        PositiveSeconds, option("How long a decode waits for its transfer; then it computes the rest.")
     ] = 30.0
-    lease_s: Annotated[PositiveSeconds, option("Found chunks are held this long.")] = 60.0
+    lease_s: Annotated[PositiveSeconds, option("How long chunks that were found are held.")] = 60.0
     trace: Annotated[FileName, option("Private folder (mode 0700) for spans.", default="PDX_TRACE, else none")] = ""
     of_node: dict[str, Any] = {}  # settings of `NodeConfig` for a node that this engine starts
 

@@ -34,54 +34,54 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Settings of `pdx proxy`, each defined once. Engines listed here work without a node."""
 
     host: Annotated[str, option("Address to serve HTTP on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65_535), option("0: any.")] = 8000
+    port: Annotated[int, Meta(ge=0, le=65_535), option("Port to serve HTTP on; 0: any free port.")] = 8000
     workers: Annotated[
         int,
         Meta(ge=1, le=64),
         option(
-            "Processes that serve the port together. --control and --admin are the first one's; each further one has "
-            "the next port, or that path with its number behind it."
+            "Processes that serve the port together. --control and --admin apply to the first; each further one uses "
+            "the next port, or the path with its number appended."
         ),
     ] = 1
     control: Annotated[
         Place,
-        option("Where nodes report: ipc:///path or tcp://IP:PORT.", default="$PDX_PROXY, else this user's socket"),
-    ] = ""
-    keys: Annotated[FileName, option("Secret key of `pdx keygen`, for nodes on other hosts.", section="Trust")] = ""
-    roster: Annotated[FileName, option("Names the nodes and their public keys; goes with --keys.")] = ""
-    discover: Annotated[
-        Where,
         option(
-            "Nodes find this proxy there, and it the hosts of nodes: kubernetes:SERVICE[.NAMESPACE] or etcd:URL/PREFIX."
+            "Address for reports of nodes: ipc:///path or tcp://IP:PORT.", default="$PDX_PROXY, else this user's socket"
         ),
     ] = ""
-    prefill: Annotated[Urls, option("An engine that prefills; may be repeated.", section="Engines")] = ()
-    decode: Annotated[Urls, option("An engine that decodes; may be repeated, and may also prefill.")] = ()
+    keys: Annotated[FileName, option("Secret key made by `pdx keygen`, for nodes on other hosts.", section="Trust")] = (
+        ""
+    )
+    roster: Annotated[FileName, option("File with the names and public keys of nodes; requires --keys.")] = ""
+    discover: Annotated[
+        Where,
+        option("Where nodes and this proxy find each other: kubernetes:SERVICE[.NAMESPACE] or etcd:URL/PREFIX."),
+    ] = ""
+    prefill: Annotated[Urls, option("URL of a prefill engine; repeatable.", section="Engines")] = ()
+    decode: Annotated[Urls, option("URL of a decode engine, which may also be a prefill engine; repeatable.")] = ()
     engine_ca: Annotated[
-        FileName, option("Certificates that sign those of engines with TLS.", default="the system's, or $SSL_CERT_FILE")
+        FileName, option("CA certificates for engines with TLS.", default="the system's, or $SSL_CERT_FILE")
     ] = ""
     engine_key: Annotated[
-        FileName, option("Holds the --api-key of the engines. Clients' own keys do not reach engines then.")
+        FileName, option("File with the engines' --api-key. Clients' keys are then not forwarded to engines.")
     ] = ""
     api_keys: Annotated[
         FileName,
         option(
-            "A line NAME KEY for each key that clients may show, and what that one may ask: max-concurrent=N "
-            "per-minute=N. Clients' keys do not reach engines then; see --engine-key.",
-            default="none; everybody is let in",
+            "File with clients' keys, one per line: NAME KEY, and limits: max-concurrent=N per-minute=N. Clients' "
+            "keys are then not forwarded to engines; see --engine-key.",
+            default="none; everyone is admitted",
             section="Clients",
         ),
     ] = ""
-    tls_cert: Annotated[
-        FileName, option("Serve HTTPS with this certificate and those that lead to its CA, in PEM.", default="HTTP")
-    ] = ""
-    tls_key: Annotated[FileName, option("Its private key.", default="in --tls-cert")] = ""
+    tls_cert: Annotated[FileName, option("Serve HTTPS with this certificate chain, in PEM.", default="HTTP")] = ""
+    tls_key: Annotated[FileName, option("The certificate's private key.", default="in --tls-cert")] = ""
     max_concurrent: Annotated[
         Requests,
-        option("Serve so many requests at a time, each worker its share; others wait. 0: any number."),
+        option("Requests served at a time, divided among workers; others wait. 0: unlimited."),
     ] = 0
     max_queue: Annotated[
-        Requests, option("So many wait, at most --first-byte-timeout; others get 429 with Retry-After.")
+        Requests, option("Requests that may wait, at most --first-byte-timeout; others get 429 with Retry-After.")
     ] = 1024
     forward: Annotated[
         bool,
@@ -93,8 +93,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     routing: Annotated[
         Routing,
         option(
-            "Who prefills: each in turn, who has the fewest requests, who had the session's last turn (header "
-            "X-Session-ID), or who has the prompt soonest by what is cached where (implies --chunk-index)."
+            "Which engine prefills: each in turn, the one with the fewest requests, the one that had the session's "
+            "last turn (header X-Session-ID), or the one that will have the prompt first, given what is cached where "
+            "(implies --chunk-index)."
         ),
     ] = Routing.LEAST_LOADED
     # 16 tokens are one block of most engines' KV cache, the least two legs can hand over. Computing so few beside
@@ -102,36 +103,39 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     min_split_tokens: Annotated[
         Tokens,
         option(
-            "A shorter prompt goes to one engine, and by --routing prefix one of which less is missing there; of text, "
-            "four bytes count as a token."
+            "A prompt shorter than this goes to one engine; with --routing prefix, also one of which fewer tokens "
+            "are missing there. Four bytes of text count as a token."
         ),
     ] = 16
     client_priority: Annotated[
-        int, Meta(ge=0, le=9), option("The most priority that a client may give its chunks; more is clipped.")
+        int, Meta(ge=0, le=9), option("Highest priority that a client may give its chunks; higher ones are clipped.")
     ] = 9
-    max_body_bytes: Annotated[BodyBytes, option("The largest body of a request.")] = 64 << 20  # includes images
-    max_bodies_bytes: Annotated[BodiesBytes, option("Of all requests under way together.")] = 512 << 20
-    max_header_bytes: Annotated[HeaderBytes, option("The largest header of a request: tokens, cookies.")] = 64 << 10
+    max_body_bytes: Annotated[BodyBytes, option("Largest body of a request.")] = 64 << 20  # includes images
+    max_bodies_bytes: Annotated[BodiesBytes, option("Total size of the bodies of all requests in progress.")] = (
+        512 << 20
+    )
+    max_header_bytes: Annotated[HeaderBytes, option("Largest header of a request, such as tokens and cookies.")] = (
+        64 << 10
+    )
     allowed_origins: Annotated[
         Origins,
         option(
-            "Let in scripts of web pages from there, as https://example.org; *: all; may be repeated.", default="none"
+            "Allow scripts on web pages of this origin, such as https://example.org; *: all; repeatable.",
+            default="none",
         ),
     ] = ()
-    debug_headers: Annotated[
-        bool, option("Say in headers x-pdx-transfer-id and x-pdx-mode how an answer came about.")
-    ] = False
+    debug_headers: Annotated[bool, option("Add the headers x-pdx-transfer-id and x-pdx-mode to answers.")] = False
     first_byte_timeout_s: Annotated[
-        PositiveSeconds, option("How long an engine may take to prefill, and to begin a stream.", section="Time limits")
+        PositiveSeconds, option("Time limit for an engine to prefill, and to begin a stream.", section="Time limits")
     ] = 600.0
     answer_timeout_s: Annotated[
-        PositiveSeconds, option("How long an engine may take for an answer that is not streamed: it comes as a whole.")
+        PositiveSeconds, option("Time limit for an engine's complete answer, if it is not streamed.")
     ] = 3600.0
     idle_timeout_s: Annotated[
-        PositiveSeconds, option("How long an answer that has begun may pause, and a client may take nothing of it.")
+        PositiveSeconds, option("How long a started answer may pause, and a client may read nothing.")
     ] = 120.0
     drain_s: Annotated[
-        Seconds, option("After SIGTERM, requests under way have so long; a second signal ends them at once.")
+        Seconds, option("Time for requests in progress after SIGTERM; a second signal ends them at once.")
     ] = 30.0
     # A silent node carries no KV after this time. Nodes report once a second, but one that is starved of CPU time
     # may miss some reports while the proxy runs on.
@@ -141,20 +145,20 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Place,
         option(
             "Serve a status page, /metrics and /pdx/requests, without a key, at HOST:PORT or a Unix socket's /path; "
-            "/cache, too, at a Unix socket or with --cache-token-file, which the page's figures then need as well.",
+            "also /cache, at a Unix socket or with --cache-token-file, which the page's data then requires as well.",
             default="nowhere",
             section="Administration",
         ),
     ] = ""
     cache_token_file: Annotated[
         FileName,
-        option("Who shows the token in it may say cache verbs at --admin.", default="none; at a Unix socket alone"),
+        option("File with the token that cache verbs at --admin require.", default="none; verbs only at a Unix socket"),
     ] = ""
     otlp_traces_endpoint: Annotated[
         Place,
         option(
-            "Send traces to the OpenTelemetry collector at this URL, by gRPC, or as "
-            "$OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says.",
+            "Send traces to the OpenTelemetry collector at this URL, by gRPC or by "
+            "$OTEL_EXPORTER_OTLP_TRACES_PROTOCOL.",
             default="$OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, else nowhere",
         ),
     ] = ""
@@ -162,11 +166,11 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float,
         Meta(ge=0, le=1),
         shown_as("SHARE"),
-        option("Of requests that come without a traceparent, so many; its flag decides about others."),
+        option("Share of requests without a traceparent to trace; for others, its flag decides."),
     ] = 1.0
-    chunk_index: Annotated[bool, option("Know which node has which chunks in which tier, as nodes tell.")] = False
+    chunk_index: Annotated[bool, option("Keep an index of which node has which chunks in which tier.")] = False
     chunk_index_limit: Annotated[
-        int, Meta(ge=1, le=1 << 31), shown_as("CHUNKS"), option("Of so many chunks; each takes about 110 bytes.")
+        int, Meta(ge=1, le=1 << 31), shown_as("CHUNKS"), option("Chunks in the index; each takes about 110 bytes.")
     ] = 10_000_000
 
     @property

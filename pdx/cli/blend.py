@@ -15,12 +15,12 @@ from pdx.errors import ConfigError
 
 @click.command()
 @click.argument("documents", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@option("--model", required=True, type=FOLDER, help="The engine's weights, as Hugging Face has them.")
-@option("--question", default="", help="Text behind the documents.")
-@option("--share", default=0.15, type=click.FloatRange(0, 1), help="Of the tokens that are computed again.")
-@option("--salt", default="", help="The requests' cache_salt.")
-@option("--max-tokens", default=64, type=click.IntRange(1), help="Of the answer.")
-@option("--engine", default="", help="Its name, URL or layout, where engines of several models are attached.")
+@option("--model", required=True, type=FOLDER, help="Folder with the engine's weights in Hugging Face format.")
+@option("--question", default="", help="Text after the documents.")
+@option("--share", default=0.15, type=click.FloatRange(0, 1), help="Share of tokens to recompute.")
+@option("--salt", default="", help="cache_salt of the requests.")
+@option("--max-tokens", default=64, type=click.IntRange(1), help="Length limit of the answer.")
+@option("--engine", default="", help="The engine's name, URL or layout, if engines of several models are attached.")
 @node_option
 def blend(
     documents: tuple[Path, ...],

@@ -135,7 +135,7 @@ def ls(node: str, session: str, model: str, as_json: bool, **options: Any) -> No
 @cache.command()
 @click.argument("source")
 @click.argument("target")
-@option("--keep", is_flag=True, help="Copy: leave them at the source as well.")
+@option("--keep", is_flag=True, help="Copy: also keep them at the source.")
 @starting
 def move(
     source: str, target: str, keep: bool, dry_run: bool, detach: bool, as_json: bool, model: str, **options: Any
@@ -149,7 +149,7 @@ def move(
 
 @cache.command()
 @click.argument("place")
-@option("--everything", is_flag=True, allow_from_autoenv=False, help="All chunks there, of whatever prompt.")
+@option("--everything", is_flag=True, allow_from_autoenv=False, help="All chunks there, of any prompt.")
 @starting
 def clear(place: str, everything: bool, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
     """Delete the prompt's chunks in PLACE, pinned or not."""
@@ -211,8 +211,8 @@ _recoding("decompress", "Store the prompt's chunks in PLACE as they are in memor
 
 @cache.command()
 @click.argument("place")
-@option("--below", required=True, type=click.IntRange(1, 10), help="Only chunks of a lower priority.")
-@option("--bytes", "nbytes", default="", metavar="SIZE", help="So many at most. [default: all of them]")
+@option("--below", required=True, type=click.IntRange(1, 10), help="Only chunks of a lower priority than this.")
+@option("--bytes", "nbytes", default="", metavar="SIZE", help="At most this much. [default: everything]")
 @dry_run
 @reaching
 def evict(place: str, below: int, nbytes: str, dry_run: bool, as_json: bool, **options: Any) -> None:
@@ -228,7 +228,7 @@ def evict(place: str, below: int, nbytes: str, dry_run: bool, as_json: bool, **o
 
 @cache.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@option("--remove", is_flag=True, allow_from_autoenv=False, help="Remove the files that are not what they were.")
+@option("--remove", is_flag=True, allow_from_autoenv=False, help="Remove corrupt files.")
 @option("--json", "as_json", is_flag=True, help="One JSON object.")
 def verify(folder: Path, remove: bool, as_json: bool) -> None:
     """Read all chunks of a disk on this host and check their digests.
@@ -267,8 +267,8 @@ def verify(folder: Path, remove: bool, as_json: bool) -> None:
 
 @cache.command()
 @click.argument("engine")
-@option("--wait", "is_waited_for", is_flag=True, help="Until it has no requests any more.")
-@option("--undo", is_flag=True, help="Give it requests again.")
+@option("--wait", "is_waited_for", is_flag=True, help="Wait until the engine has no requests left.")
+@option("--undo", is_flag=True, help="Send it requests again.")
 @reaching
 def drain(engine: str, is_waited_for: bool, undo: bool, as_json: bool, **options: Any) -> None:
     """Send ENGINE, a URL or a name, no more requests while others can serve them; use it before you stop the engine."""
@@ -310,7 +310,7 @@ def jobs(node: str, as_json: bool, **options: Any) -> None:
 
 @cache.command()
 @click.argument("job")
-@option("--wait", "is_waited_for", is_flag=True, help="Until it is over; Ctrl-C cancels it.")
+@option("--wait", "is_waited_for", is_flag=True, help="Wait until the job ends; Ctrl-C cancels it.")
 @reaching
 def check(job: str, is_waited_for: bool, as_json: bool, **options: Any) -> None:
     """How is JOB doing? Exit status 1 if it failed or was cancelled."""

@@ -28,37 +28,37 @@ _REACH = (
         "--node",
         "addresses",
         multiple=True,
-        help="A node's socket on this host; may be repeated. [default: $PDX_NODE, else this user's socket]",
+        help="A node's socket on this host; repeatable. [default: $PDX_NODE, else this user's socket]",
     ),
     option("--proxy", default="", metavar="URL", help="All nodes of this proxy: its --admin, http://… or a /path."),
-    option("--token-file", type=_FILE, metavar="FILE", help="The token that the proxy asks for."),
+    option("--token-file", type=_FILE, metavar="FILE", help="File with the token that the proxy requires."),
     option(
         "--timeout",
         "timeout_s",
         default=10.0,
         type=click.FloatRange(0.0, 3600.0, min_open=True),
         metavar="SECONDS",
-        help="That a node has to answer.",
+        help="Time limit for each node's answer.",
     ),
     option("--json", "as_json", is_flag=True, help="One JSON object."),
 )
 _WHOSE = (
-    option("--ids", default="", metavar="1,2,…", help="Ids of the prompt's tokens."),
-    option("--text", metavar="TEXT", help="The prompt, which an engine makes tokens of."),
+    option("--ids", default="", metavar="1,2,…", help="The prompt's token ids."),
+    option("--text", metavar="TEXT", help="The prompt; an engine tokenizes it."),
     option("--file", type=_FILE, metavar="FILE", help="A JSON list of ids, or the prompt as text."),
-    option("--request", default="", metavar="ID", help="A part of the id of a request whose prompt it is."),
+    option("--request", default="", metavar="ID", help="Part of the id of a request with that prompt."),
     option(
         "--codec",
         default="",
         metavar="NAME",
-        help="Of requests that ask for this lossy codec, fp8 or int8: other keys.",
+        help="Chunks of requests with this lossy codec, fp8 or int8, which have other keys.",
     ),
-    option("--model", default="", metavar="NAME", help="An engine's name or URL, or how its model begins."),
+    option("--model", default="", metavar="NAME", help="An engine's name or URL, or the beginning of its model."),
     option(
         "--salt-file", type=_FILE, metavar="FILE", help=f"Holds the requests' cache_salt. [default: ${SALT}, else none]"
     ),
 )
-dry_run = option("--dry-run", is_flag=True, help="Do nothing; say what would be done.")
+dry_run = option("--dry-run", is_flag=True, help="Only show what would be done.")
 _DETACH = option("--detach", is_flag=True, help="Do not wait: print the job's name.")
 
 

@@ -78,7 +78,9 @@ class Report(msgspec.Struct, frozen=True):
 
 
 @click.command()
-@option("--channel", "channels", multiple=True, metavar="NAME", help="Only this one, which must work; repeatable.")
+@option(
+    "--channel", "channels", multiple=True, metavar="NAME", help="Test only this channel, which must work; repeatable."
+)
 @option("--json", "as_json", is_flag=True, help="One JSON object.")
 @option("--timeout", default=30.0, metavar="SECONDS", help="Give up on a channel after this.")
 @node_option

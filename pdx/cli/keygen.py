@@ -20,10 +20,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
     default="keys",
     metavar="DIR",
     type=FOLDER,
-    help="Where to put NAME.key_secret and NAME.key; made with mode 0700.",
+    help="Folder for NAME.key_secret and NAME.key; created with mode 0700.",
 )
-@option("--force", is_flag=True, allow_from_autoenv=False, help="Replace keys of that name.")
-@option("--reader", is_flag=True, help="For a reader of nodes' events, which says nothing.")
+@option("--force", is_flag=True, allow_from_autoenv=False, help="Replace existing keys of that name.")
+@option("--reader", is_flag=True, help="For a reader of nodes' events, which has no other rights.")
 def keygen(name: str, folder: Path, force: bool, reader: bool) -> None:
     """Create a key pair for the node NAME, or for the proxy if NAME is "proxy".
 

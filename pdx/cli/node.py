@@ -56,14 +56,14 @@ _now = partial(option, is_flag=True, section="A running node", allow_from_autoen
 @settings_of(NodeConfig, env=NODE_ENV)
 @option(
     "--proxy",
-    help="Where the proxy listens; of several, with commas between them; '' for none. [default: those that "
-    "--discover finds, else $PDX_PROXY, else this user's]",
+    help="Address of the proxy, or of several, separated by commas; '' for none. [default: those found by "
+    "--discover, else $PDX_PROXY, else this user's]",
 )
 @_now("--status", help="Show the state of the running node and exit.")
 @_now("--json", "as_json", help="With --status: one JSON object.")
 @_now("--watch", help="With --status: refresh every second until Ctrl-C.")
 @_now("--stop", help="End the running node, and wait until its memory is free.")
-@_now("--force", help="With --stop: also while engines are attached.")
+@_now("--force", help="With --stop: even if engines are attached.")
 @log_format
 def node(
     address: str | None,

@@ -94,7 +94,7 @@ log_format = option(
     envvar=logs.VARIABLE,
     expose_value=False,
     callback=_set_format,
-    help="Lines for people, or one JSON object a line; also of nodes that it starts.",
+    help="Human-readable lines, or one JSON object per line; also for nodes that it starts.",
 )
 
 

@@ -42,10 +42,10 @@ TLS = ("--ssl-certfile", "--ssl-keyfile")
 @option(
     "--start-node/--no-start-node",
     default=True,
-    help="Start a node, for this host alone, where none answers; not where nodes have keys, names or channels.",
+    help="If no node answers, start one for this host only; do not use it if nodes have keys, names or channels.",
 )
 @setting(options_of(ConnectorConfig)["moved"])
-@option("--url", default="", help="Where the proxy reaches this engine. [default: by --host, --port and TLS]")
+@option("--url", default="", help="URL at which the proxy reaches this engine. [default: from --host, --port and TLS]")
 @log_format
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def serve(

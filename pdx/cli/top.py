@@ -43,8 +43,10 @@ _Row = tuple[RenderableType, ...]
 
 @click.command()
 @click.argument("admin", default="127.0.0.1:8001", envvar="PDX_PROXY_ADMIN")
-@option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="The token that the proxy asks for.")
-@option("--once", is_flag=True, help="Print it once, all of it; so it is where the output is no terminal.")
+@option(
+    "--token-file", type=click.Path(path_type=Path), metavar="FILE", help="File with the token that the proxy requires."
+)
+@option("--once", is_flag=True, help="Print everything once; the default if the output is not a terminal.")
 def top(admin: str, token_file: Path | None, once: bool) -> None:
     """Nodes, engines and requests of a service, refreshed every second; q quits.
 

@@ -107,9 +107,9 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 
 @click.command(cls=_Command)
 @click.argument("model")
-@option("--prefill", default=1, type=_WHOLE, help="Prefill engines.")
-@option("--decode", default=1, type=_WHOLE, help="Decode engines.")
-@option("--host", default="127.0.0.1", envvar=f"{PROXY_ENV}HOST", help="Address the proxy serves on.")
+@option("--prefill", default=1, type=_WHOLE, help="Number of prefill engines.")
+@option("--decode", default=1, type=_WHOLE, help="Number of decode engines.")
+@option("--host", default="127.0.0.1", envvar=f"{PROXY_ENV}HOST", help="Address that the proxy serves on.")
 @option("--port", default=8000, type=click.IntRange(1, 65_535), envvar=f"{PROXY_ENV}PORT", help="The proxy's port.")
 @file_option("--config", NODE_EXAMPLE)
 @node_options
@@ -117,11 +117,11 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 @option(
     "--channel",
     metavar="SCHEME",
-    help="A node for each role, joined by this channel, as if on two hosts; auto: the fastest. [default: one node]",
+    help="One node per role, connected by this channel, as if on two hosts; auto: the fastest. [default: one node]",
 )
 @setting(options_of(ConnectorConfig)["moved"])
 @settings_of(ProxyConfig, env=PROXY_ENV, only=_OF_PROXY, section="Proxy")
-@option("--logs", type=FOLDER, default="pdx-logs", help="Folder for logs; another pdx up needs another.")
+@option("--logs", type=FOLDER, default="pdx-logs", help="Folder for logs; each pdx up needs its own.")
 @option("--wait", default=900.0, metavar="SECONDS", callback=_seconds, help="Give up starting after this long.")
 @log_format
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
