@@ -103,12 +103,10 @@ class Memory:
 
     @property
     def view(self) -> memoryview:
-        """Its bytes."""
         return self._view
 
     @property
     def path(self) -> Path | None:
-        """Its file."""
         return self._path
 
 
@@ -267,7 +265,7 @@ class Region(ABC):
     codec: str = "none"  # by which channels encode what they send, to peers that decode it; set before they connect
 
     def __init__(self, memory: Memory, host: str, wake: threading.Event) -> None:
-        """Not for callers, which use `register`."""
+        """Called by `register`."""
         self.memory = memory
         self.host = host
         self.wake = wake

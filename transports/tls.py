@@ -16,8 +16,6 @@ from pdx.transports.tcp import Address, TcpListener, TcpRegion, address_of, bind
 
 
 class TlsRegion(TcpRegion):
-    """As `TcpRegion`."""
-
     scheme: ClassVar[str] = "tls"
     seals: ClassVar[type[sealed.SealedBlocks] | None] = sealed.SealedBlocks
 

@@ -56,8 +56,8 @@ class Drafts:
             self.lookup.begin(own, connection)
 
     def worth_loading(self, tracked: TrackedRequest, connection: Connection, tokens: int) -> int | None:
-        """How many of the leading `tokens` that the store has of the model to load; None: ask again. A part of a chunk
-        comes without drafts' KV, so it is computed if the drafts have everything before it."""
+        """How many of the leading `tokens`, which the store has of the model, to load; None: ask again. A part of a
+        chunk comes without drafts' KV, so it is computed if the drafts have everything before it."""
         own = tracked.drafts
         if own is None or (own.is_decode and tokens <= tracked.local_tokens):
             return tokens
@@ -108,7 +108,7 @@ class Drafts:
         return is_bare
 
     def _doubted(self, own: TrackedRequest, end_tokens: int) -> list[SlotGrant]:
-        """The grants to drop: what holds such KV or was computed from it. With one layer, KV depends on no other
+        """The grants to drop: of chunks without drafts' KV, or computed from such. One layer's KV depends on no other
         token's."""
         lost = own.node.grants
         if sum(each.num_layers for each in self._groups) > 1:

@@ -193,7 +193,7 @@ class Loader:
                 self._failed_blocks.update(load.block_ids)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a load is over, if one is under way."""
+        """Wait until a load is over, if one is in flight."""
         with self._lock:
             if self._under_way and not self._finished:
                 self._lock.wait(timeout_s)

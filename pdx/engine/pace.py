@@ -70,7 +70,7 @@ class StepTimes:
 
     def token_s(self, pace_s: float) -> float:
         """Seconds by which one more token of a prompt lengthens a step. `pace_s`: per token, with its share of the
-        step's own time, which is subtracted; 0: not known. It is measured in quiet steps: others' is their tokens'."""
+        step's own time, which is subtracted; 0: not known. It comes from quiet steps: others mostly compute tokens."""
         own_s = self._quiet_s / self._prompt_tokens if self._prompt_tokens else 0.0
         return max(0.0, pace_s - own_s)
 

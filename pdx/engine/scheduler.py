@@ -60,10 +60,11 @@ class SchedulerHalf:
         drafts: CacheGroups | None = None,
         not_moved: str = "this engine does not say how its keys turn with their positions",
     ) -> None:
-        """`layout`: of one shard; one layout per cache group, in the engine's order. `naming`: what other processes
+        """`layout`: of one shard, or one for each cache group, in the engine's order. `naming`: what other processes
         need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only `hashing` can.
-        `names_transfers`: name what routers have not, as no other connector is meant. `drafts`: a draft model's cache
-        groups. `not_moved`: why the worker halves cannot load tokens at other positions; empty: they can."""
+        `names_transfers`: draw an id for transfers without one, as no other connector can be meant. `drafts`: a draft
+        model's cache groups. `not_moved`: why the worker halves cannot load tokens at other positions; empty: they
+        can."""
         self._groups = groups = CacheGroups.of(layout)
         self._hashing = hashing
         if not config.moved:
@@ -414,7 +415,8 @@ class SchedulerHalf:
     def finished(self, request: EngineRequest) -> dict[str, Any]:
         """The request is over, for whatever reason: release what it still holds.
 
-        :returns: the `kv_transfer_params` of its answer: the outcome of each hint in words, and the decode leg's.
+        :returns: the `kv_transfer_params` of its answer: the outcome of each hint, in words, and what its decode leg
+        needs.
         """
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:

@@ -65,8 +65,8 @@ class WorkerHalf:
         ranks: int = 0,
         stage: int = 0,
     ) -> None:
-        """`ranks`: of each of the engine's pipeline stages; 0: as many as shards. `stage`: of this rank; `layout` has
-        that stage's cache groups. Raises LayoutError if these do not fit together."""
+        """`ranks`: per pipeline stage of the engine; 0: as many as shards. `stage`: of this rank; `layout` has that
+        stage's cache groups. Raises LayoutError if these do not fit together."""
         self._groups = CacheGroups.of(layout)
         shards = self._groups.num_shards
         self._share = Share.of(rank, ranks or shards, shards)
@@ -342,7 +342,7 @@ class WorkerHalf:
         return WorkerNews(load_s, chunk_s, self._number)
 
     def close(self) -> None:
-        """Wait for the copies under way, stop the threads and detach. Idempotent."""
+        """Wait for copies in flight, stop the threads and detach. Idempotent."""
         self._loader.close()
         self._give_up()
         if self._copier is not None:

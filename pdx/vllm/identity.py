@@ -274,7 +274,7 @@ def _num_heads(vllm_config: Any, spec: Any, num_groups: int) -> int:
 
 
 def _kv_heads(model: Any) -> set[int]:
-    """All numbers of KV heads in a model's configuration. vLLM reports only one. Several or none: they may differ."""
+    """All numbers of KV heads in a model's configuration; vLLM reports one. Several or none: layers may differ."""
     config = getattr(model, "hf_text_config", None) or model.hf_config
     if any(getattr(each, "is_heterogeneous", False) for each in (model.hf_config, config)):
         return set()

@@ -13,7 +13,7 @@ from pdx.memory.slot import Slot
 from pdx.transports.channel import SchemeName
 from pdx.wire.hints import MAX_VERDICTS, Verdict
 
-MAX_BLOCKS = 1 << 16  # of a prompt whose blocks are told
+MAX_BLOCKS = 1 << 16  # of a prompt, named in one message
 MAX_KEYS = 16_384  # four million tokens at 256 tokens per chunk
 MAX_SHARDS = 1_024
 MAX_GROUPS = 64  # of a model's layers

@@ -101,8 +101,8 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
 class Envelope(msgspec.Struct, frozen=True):
     """A parsed envelope: `said` names the fields that it had, `decided` has the verdicts on those that nodes do not
-    get, or not in full. `form`: beside `Hints.form`, by which the engine keeps its chunks apart from those of exact
-    requests; empty: none."""
+    get, or not in full. `form`: by which the engine keeps its chunks apart from exact ones, beside `Hints.form`; empty:
+    none."""
 
     hints: Hints = Hints("")
     said: tuple[str, ...] = ()

@@ -73,7 +73,6 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_batch(batch: EventBatch) -> bytes:
-    """One batch."""
     return _encoder.encode(batch)
 
 

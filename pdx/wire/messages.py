@@ -74,7 +74,7 @@ class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
 class Hello(Message, frozen=True):
     """Attach this process, or this node as a peer. `engine` groups the processes of one engine; a worker writes
     `shards` shards of its chunks, from `shard` on (0: another worker writes what it reads); the shards of a second
-    pipeline stage follow those of the first. A peer says its life (`epoch`), its host's running kernel (`host`), its
+    pipeline stage follow those of the first. A peer gives its life (`epoch`), its host's running kernel (`host`), its
     channels and the `layouts` of its engines."""
 
     version: Count
@@ -117,7 +117,7 @@ class Expect(Message, frozen=True):
     """The engine's `request` waits for its turn and will ask for these `keys`, in each of so many shards: those in a
     tier below are loaded ahead, those here are evicted last. This ends when it asks (`Admit.request`), or by a message
     without keys, which also gives up loads for it alone. `groups`: for keys of several cache groups, as in `Admit`;
-    then what the longest part of the prompt needs that memory and tiers have is loaded.
+    then the chunks for the longest part of the prompt that memory and tiers have are loaded.
 
     `Done.count` is 1 if it is heeded.
     """
@@ -133,9 +133,9 @@ class Push(Message, frozen=True):
 
     From a process: sealed chunks, to `peer`. From a peer: to itself, the leading run of these keys and, of a
     `transfer`, also what is still being filled; a later `Done` of 0 may withdraw that. `groups`: from a peer, for keys
-    of several cache groups, as in `Admit`: what the longest part of the prompt needs that is there. `within_s`: from a
-    peer: also what this node's own tiers load in that time; 0: only what is in memory. `dry_run`: nothing is copied,
-    and `Done.count` says how many leading chunks could be.
+    of several cache groups, as in `Admit`: the chunks for the longest part of the prompt that is there. `within_s`:
+    from a peer: also what this node's own tiers load in that time; 0: only what is in memory. `dry_run`: nothing is
+    copied, and `Done.count` says how many leading chunks could be.
     """
 
     keys: Keys
@@ -277,7 +277,7 @@ class Refused(Message, frozen=True):
     """The request was not carried out; `error` is the name of a class in `pdx.errors`.
 
     To a peer, about an `Admit`: nothing of it is wanted, even if room was granted before; the peer answers `Release`
-    when nothing of it is in flight. About none: the connection is over.
+    when nothing of it is in flight. About no request: the connection is over.
     """
 
     error: Annotated[str, Meta(max_length=64)]
@@ -285,7 +285,6 @@ class Refused(Message, frozen=True):
 
     @staticmethod
     def of(error: Exception) -> Refused:
-        """The answer for that error."""
         return Refused(type(error).__name__, str(error)[:1024])
 
 

@@ -98,8 +98,8 @@ class PeerList(Message, frozen=True):
     """Proxy to nodes, whenever it changes: the nodes that report to it. Trusted only as far as a node's own roster file
     allows; without one, for addresses on this host.
 
-    `workers`: so many processes serve together, and nodes report to each (`pdx.security.address.worker_address`).
-    `tag`: the prefix of this one's transfer ids, so that nodes tell the others nothing about them.
+    `workers`: how many processes serve together, and nodes report to each (`pdx.security.address.worker_address`).
+    `tag`: the prefix of this process's transfer ids, so that nodes tell the others nothing about them.
     """
 
     peers: Annotated[list[PeerEntry], Meta(max_length=1024)]

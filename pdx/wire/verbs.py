@@ -44,7 +44,7 @@ class Advised(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """`tiers`: how many leading chunks each tier has; `hits`: how many are in any tier; `chunks`: how many were asked
+    """`tiers`: how many leading chunks each tier has; `hits`: how many some tier has; `chunks`: how many were asked
     for. `asking`: tiers that have not answered yet; ask again. `nbytes`: of a chunk of one shard, `chunk_tokens`: of a
     chunk; 0: not known. `by_index`: no node was asked, so no pins are known."""
 

@@ -60,7 +60,6 @@ def this_process() -> bytes:
 
 
 def compose(token: bytes, kind: int, name: bytes, payload: bytes) -> bytes:
-    """A message."""
     return _HEAD.pack(token, kind, name) + payload
 
 

@@ -63,7 +63,6 @@ def unpack_greeting(packed: bytes | bytearray) -> bytes:
 
 
 def pack_body(pieces: Sequence[Piece], notify: bytes, *, is_coded: bool = False) -> bytes:
-    """The body of a write."""
     return msgspec.msgpack.encode([pieces, notify, True] if is_coded else [pieces, notify])
 
 

@@ -254,7 +254,7 @@ class UcxEngine:
 
     def closed(self) -> None:
         """An endpoint was closed. Thread only."""
-        self._worker.progress()  # cancels what lost endpoints had under way, unlike progress_once
+        self._worker.progress()  # cancels what lost endpoints had in flight, unlike progress_once
         self._closing_until = time.monotonic() + _CLOSING_S
 
     def discard(self, tag: int, mask: int) -> None:

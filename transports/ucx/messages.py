@@ -46,8 +46,6 @@ class Welcome(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class Put(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """A write."""
-
     channel: ChannelId
     number: Number
     pieces: Annotated[list[Piece], Meta(min_length=1, max_length=MAX_PIECES)]

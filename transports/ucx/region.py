@@ -52,7 +52,6 @@ class _Inbound:
     held: deque[messages.Put] = field(default_factory=deque)  # until notifications of its session are taken
 
     def say(self, message: messages.Message) -> None:
-        """Answer."""
         if self.endpoint is not None:
             self.endpoint.send([_encode(message)], messages.CONTROL_TAG, lambda _: None)
 
