@@ -433,7 +433,7 @@ def _warm_up(pages: Sequence[Sequence[PageMap]], streams: Streams, turned: Turne
         ready.synchronize()
     except GpuUnavailable:
         raise
-    except Exception as error:  # noqa: BLE001  Triton's compiler, its launcher's C compiler and CUDA, each its own
+    except Exception as error:  # noqa: BLE001  Triton's compiler, its C compiler and CUDA raise their own
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -26,8 +26,8 @@ from pdx.wire.messages import Mark
 log = logging.getLogger("pdx.engine")
 
 OVERTAKEN = 4
-LOOK_S = 0.0005  # how often a load looks for slices of the first chunk that lacks some: half of it delays the last …
-LOOK_AT_ALL_S = 0.02  # … and how often it looks at all its chunks
+LOOK_S = 0.0005  # how often a load looks for slices of the first chunk that lacks some: half of it delays the last
+LOOK_AT_ALL_S = 0.02  # how often it looks at all its chunks
 PIECE_S = 0.004  # how long a load waits for a piece of another one …
 PIECE_BYTES = 4 << 20  # … which has at least so much
 ALIVE_S = 0.05  # how often a load that finds no slices checks that the node lives

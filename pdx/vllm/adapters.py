@@ -50,7 +50,7 @@ class Claim(NamedTuple):
 
 
 def adapter_of(lora_request: Any) -> Adapter:
-    """The adapter of a `LoRARequest` of vLLM's."""
+    """The adapter of vLLM's `LoRARequest`."""
     return Adapter(int(lora_request.lora_int_id), str(lora_request.lora_name), str(lora_request.lora_path))
 
 

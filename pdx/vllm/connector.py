@@ -261,7 +261,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens)  # asynchronous: of other loads vLLM publishes the blocks before they are loaded
+        return tokens, bool(tokens)  # asynchronous: vLLM publishes blocks of synchronous loads before they are loaded
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)

@@ -168,13 +168,13 @@ class NixlChannel(Channel):
         return bool(self._transfers)
 
     def settle(self, transfer: NixlTransfer) -> None:
-        """NIXL is done with this one."""
+        """NIXL is done with this transfer."""
         with self._lock:
             self._transfers.discard(transfer)
         self._end_if_idle()
 
     def drop(self) -> None:
-        """The agent ends."""
+        """Drop all transfers: the agent ends."""
         for transfer in list(self._transfers):
             transfer.drop()
         with self._lock:

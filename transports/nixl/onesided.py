@@ -123,7 +123,7 @@ class Ledger(SessionListener):
         for each in list(itertools.islice(self._expelled, SWEPT)):
             del self._expelled[each]
             if not self._forget_if_over(self._sessions[each]):
-                self._expelled[each] = None  # the others first
+                self._expelled[each] = None  # behind the others
         return _Session(token)
 
     def _end(self, session: WriteSession) -> None:

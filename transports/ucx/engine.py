@@ -224,7 +224,7 @@ class UcxEngine:
         return results[0]
 
     def wait(self, done: threading.Event, timeout_s: float) -> bool:
-        """Whether the thread sets this within `timeout_s`, in which it could run. Not on the thread."""
+        """Wait until the thread sets this, for `timeout_s` in which it could run. Not on the thread."""
         for _ in range(round(timeout_s / _STEP_S)):
             if done.wait(_STEP_S) or not self._thread.is_alive():
                 break
