@@ -132,9 +132,8 @@ def _root(model: Model) -> bytes:
 def _first_extra(model: Model, salt: str) -> _Extra:
     if not salt:
         return None
-    # A new object: pickle writes an object that it meets again differently, and equal texts may be one object.
-    told, tag = salt.encode().decode(), model.shape.get("salt_tag", "")
-    return ((tag, told),) if tag else (told,)
+    tag = model.shape.get("salt_tag", "")
+    return ((tag, salt),) if tag else (salt,)
 
 
 def _hash_of(model: Model) -> _Hash:
