@@ -1,8 +1,8 @@
-"""Where the pages of all layers of an engine lie, and which of them are copied: tables that the copy kernel reads.
+"""Tables for the copy kernel: where the pages of all an engine's layers lie, and which of them to copy.
 
-A page is one block of one layer: `pieces` equal contiguous pieces, a constant distance apart. One piece where the
-page is contiguous (LBNHC, LBHNC, BLNHC, BLHNC, MLA), one per head where other layers or other blocks lie between the
-heads (BHLNC, LHBNC). In a slot a page is always contiguous: its pieces in the order of their addresses.
+A page is one block of one layer: `pieces` equal contiguous pieces at a constant distance. It has one piece if the page
+is contiguous (LBNHC, LBHNC, BLNHC, BLHNC, MLA), and one per head if other layers or blocks lie between the heads
+(BHLNC, LHBNC). In a slot a page is always contiguous: its pieces in order of their addresses.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-UNIT_BYTES = 16  # of one access of the kernel; sizes, distances and addresses are multiples of it
+UNIT_BYTES = 16  # per access of the kernel; sizes, distances and addresses are multiples of it
 _MAX_ADDRESS = 1 << 62
 
 
 @dataclass(frozen=True)
 class _LayerPages:
-    """The pages of one layer; everything in bytes. Page b, piece p lies at address + b * block + p * piece."""
+    """The pages of one layer, in bytes. Piece p of page b is at address + b * block_stride + p * piece_stride."""
 
     address: int
     block_stride: int
@@ -34,13 +34,13 @@ class _LayerPages:
 
 @dataclass(frozen=True, eq=False)
 class PageMap:
-    """The KV cache of one engine worker. Immutable; any thread may use it. It keeps the tensors alive."""
+    """The KV cache of one engine worker. Immutable and thread-safe. It keeps the tensors alive."""
 
     num_layers: int
     num_blocks: int
     page_bytes: int
     device: torch.device
-    pieces: int  # of one page
+    pieces: int  # per page
     piece_bytes: int
     # int64 [num_layers, 3] on the device: address, block stride, piece stride, in bytes
     table: Tensor = field(repr=False)
@@ -50,8 +50,8 @@ class PageMap:
     def of(cls, layers: Sequence[Tensor], num_blocks: int) -> PageMap:
         """Map the layers' tensors [num_blocks * ratio, ...], in layer order, of any dtype and dimension order.
 
-        Where the ratio is not 1, that many neighbouring kernel blocks make one block. Uploads the table: at
-        start-up only, since it may wait for the device. A ValueError of what has no such table.
+        With a ratio above 1, that many adjacent kernel blocks form one block. Uploads the table, which may wait for the
+        device: call it at start-up only. A ValueError if the layers have no such table.
         """
         if not layers:
             raise ValueError("no layers")
@@ -87,7 +87,7 @@ def _layer_pages(tensor: Tensor, num_blocks: int) -> _LayerPages:
             pieces *= size
         else:
             raise ValueError(f"a page is not equal pieces at one distance: {shape}")
-    # The distance to the next block means nothing where there is one block.
+    # With a single block, the distance to the next one is meaningless.
     block_stride = blocks.stride(0) * itemsize if num_blocks > 1 else 0
     place = _LayerPages(tensor.data_ptr(), block_stride, piece_stride, pieces, piece_bytes)
     if any(number % UNIT_BYTES for number in (place.address, block_stride, piece_stride, piece_bytes)):
@@ -98,7 +98,7 @@ def _layer_pages(tensor: Tensor, num_blocks: int) -> _LayerPages:
 
 
 def _is_apart(place: _LayerPages, num_blocks: int) -> bool:
-    """Whether blocks lie one behind the other, or, between a block's pieces, the same piece of all other blocks."""
+    """Whether blocks do not overlap: they are consecutive, or interleaved piece by piece."""
     page_extent = (place.pieces - 1) * place.piece_stride + place.piece_bytes
     all_blocks_extent = (num_blocks - 1) * place.block_stride + place.piece_bytes
     is_interleaved = place.block_stride >= place.piece_bytes and place.piece_stride >= all_blocks_extent
@@ -106,7 +106,7 @@ def _is_apart(place: _LayerPages, num_blocks: int) -> bool:
 
 
 class Place(Enum):
-    """In what memory the places of a batch lie, as seen by the GPU that copies."""
+    """The memory that has the places of a batch, as seen by the GPU that copies."""
 
     HERE = "its own"
     PEER = "another GPU's, mapped"
@@ -114,21 +114,21 @@ class Place(Enum):
 
 
 class Run(NamedTuple):
-    """Pages whose places in the slices follow each other, in every layer.
+    """Pages with consecutive places in the slice of every layer.
 
-    Page i of layer l lies at `address` + l * `layer_bytes` + i * page_bytes. The address is one that the kernel can
-    reach: device memory, a peer's mapped memory or page-locked host memory. Whether the slot reaches that far is for
-    the caller to check; nothing here knows where a slot ends.
+    Page i of layer l is at `address` + l * `layer_bytes` + i * page_bytes. The kernel must be able to reach the
+    address: device memory, a peer's mapped memory or page-locked host memory. The caller must check that this is within
+    the slot, whose end is not known here.
     """
 
     block_ids: Sequence[int]
     address: int  # of the first page's place in layer 0, whichever layers are copied
-    layer_bytes: int  # from a layer's slice to the next one's
+    layer_bytes: int  # from one layer's slice to the next
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The pages of any number of runs. Used on the stream it was made on, where it may be dropped after a launch."""
+    """The pages of any number of runs. For use on the stream on which it was made; it may be dropped after a launch."""
 
     pages: PageMap
     num_pages: int
@@ -138,10 +138,10 @@ class Batch:
     @classmethod
     def of(cls, pages: PageMap, runs: Sequence[Run]) -> Batch:
         """Check the runs and upload them in one copy on torch's current stream, without waiting for it. An IndexError
-        names a block id outside the engine's blocks; a ValueError an address or a distance that cannot be."""
+        names a block id outside the engine's blocks; a ValueError names an impossible address or distance."""
         counts = [len(run.block_ids) for run in runs]
         num_pages = sum(counts)
-        # torch keeps page-locked memory from being used again until the copies from it have ended.
+        # torch does not reuse page-locked memory until the copies from it have ended.
         rows = torch.empty((num_pages, 3), dtype=torch.int64, pin_memory=pages.device.type == "cuda")
         if num_pages:
             flat = list(itertools.chain.from_iterable(run.block_ids for run in runs))
@@ -152,7 +152,7 @@ class Batch:
             ids[:] = flat
             for run, count in zip(runs, counts, strict=True):
                 _check(run, count, pages)
-            # Page i of a run lies i pages behind its first one, and so as many less than all pages before the run.
+            # Subtract the pages of earlier runs, so that adding each page's overall index places it within its run.
             before = np.cumsum([0, *counts[:-1]])
             firsts = np.array([run.address for run in runs], np.int64) - before * pages.page_bytes
             places[:] = np.repeat(firsts, counts) + np.arange(num_pages, dtype=np.int64) * pages.page_bytes
@@ -160,17 +160,17 @@ class Batch:
         return cls(pages, num_pages, rows.to(pages.device, non_blocking=True))
 
     def shifted(self, nbytes: int) -> Batch:
-        """The same pages, with places that lie so much further on. On torch's current stream, as `of`."""
+        """The same pages, with places that are `nbytes` further on. On torch's current stream, like `of`."""
         table = self.table.clone()
         table[:, 1] += nbytes
         return Batch(self.pages, self.num_pages, table)
 
     def parts(self, layers: range, nbytes: int) -> Iterator[tuple[Batch, range]]:
-        """The same copies in parts of at most `nbytes` bytes; the least is two pages of one layer.
+        """The same copies in parts of at most `nbytes` bytes, but at least two pages of one layer.
 
-        A part's table is a part of this one's, so the parts are used on the same stream.
+        The parts' tables are views of this one's, so the parts must be used on the same stream.
         """
-        # An even number of rows of 24 bytes: every part's table is aligned to 16, as the compiled kernel expects.
+        # An even number of rows of 24 bytes: each part's table is aligned to 16, as the compiled kernel expects.
         most_pages = max(2, nbytes // self.pages.page_bytes // 2 * 2)
         most_layers = max(1, nbytes // max(1, self.num_pages * self.pages.page_bytes))
         for first in range(0, self.num_pages, most_pages):

@@ -15,9 +15,9 @@ ELEMENT = torch.complex128
 def page_rows(tensor: Tensor) -> Tensor:
     """`tensor` [num_pages, ...] of any dtype as rows [num_pages, page_bytes / 16]: a view, nothing is copied.
 
-    All dimensions after the first make up one page, in any order but without holes. Pages may lie apart from
-    each other (block-outermost layouts, where the other layers' pages lie between). A slot of the arena becomes
-    rows as its bytes in shape [num_pages, page_bytes].
+    All dimensions after the first make up one page, in any order but without holes. There may be gaps between pages
+    (for other layers' pages in block-outermost layouts). A slot of the arena becomes rows as its bytes in shape
+    [num_pages, page_bytes].
 
     :raises ValueError: a page has holes, pages overlap, or page size, distance or address is no multiple of 16.
     """
@@ -38,6 +38,6 @@ def page_rows(tensor: Tensor) -> Tensor:
     offset_bytes = tensor.storage_offset() * itemsize
     if tensor.data_ptr() % ELEMENT_BYTES or offset_bytes % ELEMENT_BYTES:
         raise ValueError(f"address {tensor.data_ptr():#x} or storage offset {offset_bytes} is not aligned to 16")
-    # A lone page's distance to the next may be anything; torch wants it divisible all the same.
+    # The stride of a single page may be anything, but torch requires it to be divisible.
     row_elements = strides[0] if sizes[0] > 1 else page_elements
     return tensor.as_strided((sizes[0], page_elements), (row_elements, 1)).view(ELEMENT)

@@ -1,9 +1,9 @@
 """Gather and scatter of KV pages by one Triton kernel: pages of many layers <-> contiguous slices, whole bytes.
 
 The kernel reaches device memory, a peer's mapped memory and page-locked host memory alike, and one launch copies a
-whole batch. Launching neither allocates nor waits, and compiles only what `warm_up` has not: block counts, layers and
-addresses are not part of what is compiled. The page is seen as its pieces (see `page_map`): a program copies a tile
-of several pieces' columns, 16 bytes an access.
+whole batch. A launch neither allocates nor waits, and compiles only what `warm_up` has not; block counts, layers and
+addresses are not compile-time constants. A page is a number of pieces (see `page_map`): a program copies a tile of
+several pieces' columns, 16 bytes per access.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pdx.kernels.page_map import Batch, PageMap, Place, Run
 
 __all__ = ["Batch", "PageMap", "Place", "Run", "gather", "scatter", "warm_up"]
 
-_WORD_BYTES = 8  # an element of the kernel: Triton has none of 16 bytes, two words make one access
+_WORD_BYTES = 8  # an element of the kernel: Triton has none of 16 bytes, so two words make one access
 _RUNTIME_ARGUMENTS = ["layers", "batch", "first_layer", "num_pieces", "num_tiles"]
 
 
 class _Shape(NamedTuple):
     """How a launch uses the GPU. Every thread has tile_bytes / (512 * num_warps) accesses of 16 bytes in flight.
 
-    `store_hint`: what a gather's stores say to the cache of this GPU.
+    `store_hint`: the cache modifier of a gather's stores.
     """
 
     tile_bytes: int
@@ -36,12 +36,12 @@ class _Shape(NamedTuple):
     store_hint: str = ""
 
 
-# Device memory: small programs, so that a batch of one chunk already gives every multiprocessor work, and many of
-# them fit on each. Host memory: the link is the limit, and a few large programs keep it full; more would only take
-# the multiprocessors from the engine's own kernels for as long as the link needs.
+# Device memory: small programs, so that even a batch of one chunk gives every multiprocessor work, and many fit on
+# each. Host memory: the link is the limit, and a few large programs saturate it; more would only take multiprocessors
+# away from the engine's own kernels meanwhile.
 _ON_DEVICE = _Shape(tile_bytes=8 << 10, num_warps=4, max_programs=(1 << 31) - 1)
-# A slice on this GPU is often read by its next copy within a millisecond, so its bytes stay in the cache; a slice
-# elsewhere is not read here again, so its bytes go first (.cs).
+# A slice on this GPU is often read by its next copy within a millisecond, so it should stay in the cache; a slice
+# elsewhere is not read here again, so it should be evicted first (.cs).
 _ON_PEER = _ON_DEVICE._replace(store_hint=".cs")
 _ON_HOST = _Shape(tile_bytes=64 << 10, num_warps=32, max_programs=8, store_hint=".cs")
 
@@ -96,7 +96,7 @@ def _copy_tiles(
             tl.store(engine, tl.load(slice_, mask=mask, cache_modifier=".cg"), mask=mask)
 
 
-# What Triton has compiled, by all that it depends on. Triton's own way to find it takes longer than the launch.
+# Compiled kernels, by everything they depend on. Triton's own lookup takes longer than the launch.
 _compiled: dict[tuple[Any, ...], Any] = {}
 # Triton's interpreter (the tests on a CPU) keeps its state in globals.
 _is_interpreted = not isinstance(_copy_tiles, triton.runtime.JITFunction)
@@ -108,9 +108,9 @@ def gather(
 ) -> None:
     """Copy the batch's pages of these layers from the engine to their places: one launch on torch's current stream.
 
-    The device of `pages` is current in the calling thread, the stream is the one of `Batch.of`, and the places belong
-    to the caller until the launch has ended. `place` says in what memory they lie; with `Place.HOST` the copy takes few
-    of the GPU's multiprocessors. Nothing was launched where the layers are not all in `pages` (IndexError), or the
+    The device of `pages` must be current in the calling thread, the stream must be that of `Batch.of`, and the places
+    must belong to the caller until the launch has ended. `place`: the memory that has them; with `Place.HOST` the copy
+    takes few of the GPU's multiprocessors. Nothing is launched if not all layers are in `pages` (IndexError), or if the
     batch was made for other pages or another device is current (ValueError); errors of the copy come with a later call.
     """
     _launch(pages, batch, first_layer, num_layers, _shape(place), is_gather=True)
@@ -119,15 +119,15 @@ def gather(
 def scatter(
     pages: PageMap, batch: Batch, first_layer: int = 0, num_layers: int = 1, *, place: Place = Place.HERE
 ) -> None:
-    """Copy the batch's pages of these layers from their places into the engine, as `gather`. Block ids must differ;
-    which page wins otherwise is not defined."""
+    """Copy the batch's pages of these layers from their places into the engine, like `gather`. Block ids must differ;
+    otherwise it is undefined which page wins."""
     _launch(pages, batch, first_layer, num_layers, _shape(place), is_gather=False)
 
 
 def warm_up(pages: PageMap) -> None:
     """Compile and load what `gather` and `scatter` launch for `pages`, so that no step of the engine pays for it.
 
-    Takes seconds where Triton's cache is cold. Launches on torch's current stream; copies nothing.
+    Takes seconds if Triton's cache is cold. Launches on torch's current stream; copies nothing.
     """
     empty = Batch(pages, 0, pages.table)
     for place in Place:
@@ -136,7 +136,7 @@ def warm_up(pages: PageMap) -> None:
 
 
 def columns_of(piece_bytes: int, tile_bytes: int) -> int:
-    """Bytes of a piece that one tile takes: the largest power of two that wastes at most an eighth of the tiles."""
+    """Bytes of a piece per tile: the largest power of two that wastes at most an eighth of the tiles."""
     columns = tile_bytes
     while columns > 512 and -(-piece_bytes // columns) * columns > piece_bytes * 9 // 8:
         columns //= 2
@@ -179,7 +179,7 @@ def _run(pages: PageMap, batch: Batch, first_layer: int, num_layers: int, shape:
             *constants,
             num_warps=shape.num_warps,
             num_stages=1,
-            enable_fp_fusion=False,  # nothing to fuse; Triton 3.9 warns where this is not said
+            enable_fp_fusion=False,  # nothing to fuse; without this Triton 3.9 warns
         )
         if compiled is not None:  # the interpreter compiles nothing
             _compiled[key] = compiled

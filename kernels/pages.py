@@ -1,7 +1,7 @@
 """Gather and scatter of KV pages on the CPU: whole pages of opaque bytes.
 
-A page is one block of one layer. Where torch has one thread, pages are copied by streaming stores; where it has
-several, by torch, whose threads the engine has bound to its cores.
+A page is one block of one layer. If torch has one thread, pages are copied with streaming stores; if it has several, by
+torch, whose threads the engine has bound to its cores.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from pdx.kernels.streaming import copy_pages
 
 
 class PageCopy(NamedTuple):
-    """`rows[i]` and `pages[block_ids[i]]`, for all i; both are rows as `page_rows` makes them, and share no memory.
-
-    `block_ids` is int64 [len(rows)].
+    """A copy between `rows[i]` and `pages[block_ids[i]]`, for all i. Both are rows from `page_rows`, and they share no
+    memory; `block_ids` is int64 [len(rows)].
     """
 
     rows: Tensor
@@ -31,9 +30,9 @@ class PageCopy(NamedTuple):
 def gather(copies: Sequence[PageCopy]) -> None:
     """Copy the engine's pages into slots.
 
-    Nothing of the data's size is allocated, the GIL is free during the copy, and any thread may call. On one thread
-    (`torch.get_num_threads`) the GIL is taken once for all copies. Nothing was copied where a block id is outside its
-    pages (IndexError), or shapes or dtypes do not belong together (ValueError).
+    Allocates nothing of the data's size, releases the GIL during the copy, and is thread-safe. With one thread
+    (`torch.get_num_threads`) all copies are made in one call without the GIL. Nothing is copied if a block id is
+    outside its pages (IndexError), or if shapes or dtypes do not match (ValueError).
     """
     if torch.get_num_threads() == 1:
         _stream(copies, to_pages=False)
@@ -43,8 +42,8 @@ def gather(copies: Sequence[PageCopy]) -> None:
 
 
 def scatter(copies: Sequence[PageCopy]) -> None:
-    """Copy slots into the engine's pages, as `gather`. Block ids of the same pages must differ; which row wins
-    otherwise is not defined."""
+    """Copy slots into the engine's pages, like `gather`. Block ids of the same pages must differ; otherwise it is
+    undefined which row wins."""
     if torch.get_num_threads() == 1:
         _stream(copies, to_pages=True)
         return
@@ -73,7 +72,7 @@ def _stream(copies: Sequence[PageCopy], *, to_pages: bool) -> None:
 
 
 def _checked(copies: Sequence[PageCopy]) -> list[PageCopy]:
-    """Those that copy anything; torch itself would resize a wrong `out`, and not name the bad id."""
+    """The copies that are not empty, checked; torch itself would resize a wrong `out`, and not name a bad id."""
     for copy in copies:
         _check(copy)
     filled = [copy for copy in copies if len(copy.block_ids)]

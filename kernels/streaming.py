@@ -1,10 +1,10 @@
-"""Copies of pages by streaming stores, on the calling thread, without the GIL. Compiled at import (half a second).
+"""Copies of pages with streaming stores, on the calling thread, without the GIL. Compiled at import (half a second).
 
 A streaming (non-temporal) store writes a cache line without reading it first, which saves a third of the traffic
-(Intel 64 and IA-32 Architectures Optimization Reference Manual, "Non-temporal Stores"; STNP on Arm). glibc does so for
-one copy of tens of MB, torch never. As in glibc's large copies, several memory pages are read at once: the processor
-prefetches each by itself, and not beyond its end. They are not read in step: lines at the same place of a 4 KiB page
-share a set of the first cache, and stores to a set push out what was prefetched into it for the next loads.
+(Intel 64 and IA-32 Architectures Optimization Reference Manual, "Non-temporal Stores"; STNP on Arm). glibc uses them
+for single copies of tens of MB, torch never. As in glibc's large copies, several memory pages are read concurrently,
+because the processor prefetches within each page, but not beyond its end. They are read with a lag: lines at the same
+offset of 4 KiB pages share a set of the L1 cache, and stores to a set evict lines prefetched into it for later loads.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from numba.extending import intrinsic
 from pdx.kernels.page_rows import ELEMENT_BYTES
 
 LINE_BYTES = 64
-STREAM_BYTES = 4096  # what the processor prefetches in, and what the sets of its first cache repeat after
-_LAG_BYTES = 128  # of a stream behind the one before: a line is prefetched one or two lines ahead
+STREAM_BYTES = 4096  # the range of prefetching, and the period of the L1 cache's sets
+_LAG_BYTES = 128  # of each stream behind the previous one: lines are prefetched one or two ahead
 
 _I64 = ir.IntType(64)
 _ELEMENT = ir.VectorType(_I64, 2)
 
 
 def _store(context: Any, builder: Any, addresses: Any, count: int, *, is_streaming: bool) -> Any:
-    """Code that loads `count` elements, then stores them: a line is written whole, or streaming does not pay."""
+    """Code that loads `count` elements, then stores them together, because streaming only pays for whole lines."""
     out, at = (builder.inttoptr(address, _ELEMENT.as_pointer()) for address in addresses)
     indices = [ir.Constant(_I64, index) for index in range(count)]
     elements = [builder.load(builder.gep(at, [index]), align=ELEMENT_BYTES) for index in indices]
@@ -57,7 +57,7 @@ def _store_element(_typing: Any, target: Any, source: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fence(_typing: Any) -> Any:
-    """Streaming stores pass others, so whoever is told that the copy is done must not be told before they are."""
+    """Order streaming stores, which may be delayed, before a later notification that the copy is done."""
 
     def code(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         builder.fence("seq_cst")
@@ -68,13 +68,13 @@ def fence(_typing: Any) -> Any:
 
 @numba.njit("uintp(uintp, uintp)", nogil=True)  # type: ignore[untyped-decorator]
 def offset_in_stream(step: Any, stream: Any) -> Any:
-    """Where in its 4 KiB a stream copies a line when the first one copies that at `step`."""
+    """The offset in its 4 KiB at which a stream copies a line while the first stream is at `step`."""
     return (step + stream * numba.uintp(_LAG_BYTES)) % numba.uintp(STREAM_BYTES)
 
 
 @numba.njit("uintp(uintp, uintp, uintp, uintp, uintp)", nogil=True)  # type: ignore[untyped-decorator]
 def _copy_spans(target: Any, source: Any, at: Any, nbytes: Any, streams: Any) -> Any:
-    """Copy from `at` on as long as so many streams fit, and return how far it came."""
+    """Copy from `at` on while so many streams fit; return the offset reached."""
     stream_bytes, line = numba.uintp(STREAM_BYTES), numba.uintp(LINE_BYTES)
     while at + streams * stream_bytes <= nbytes:
         for step in range(numba.uintp(0), stream_bytes, line):
@@ -87,7 +87,7 @@ def _copy_spans(target: Any, source: Any, at: Any, nbytes: Any, streams: Any) ->
 
 @numba.njit("void(uintp, uintp, uintp)", nogil=True)  # type: ignore[untyped-decorator]
 def copy_page(target: Any, source: Any, nbytes: Any) -> None:
-    """Addresses and bytes are multiples of 16. Other threads may see it behind a `fence`."""
+    """Copy one page. Addresses and bytes are multiples of 16. A `fence` makes the copy visible to other threads."""
     element, line = numba.uintp(ELEMENT_BYTES), numba.uintp(LINE_BYTES)
     at = numba.uintp(0)
     while at < nbytes and (target + at) % line:
@@ -105,12 +105,12 @@ def copy_page(target: Any, source: Any, nbytes: Any) -> None:
 
 @numba.njit("intp(int64[:, ::1], int64[::1], boolean)", nogil=True)  # type: ignore[untyped-decorator]
 def copy_pages(copies: Any, block_ids: Any, to_pages: Any) -> int:
-    """Each line of `copies`: row i to page `block_ids[first + i]` (`to_pages`), or back, for all i below `count`.
+    """For each line of `copies`, copy row i to page `block_ids[first + i]` (`to_pages`), or back, for all i < `count`.
 
     A line is (address of page 0, bytes from page to page, number of pages, address of row 0, bytes from row to row,
-    bytes of a page, first, count); addresses and bytes are multiples of 16. They are trusted, except for block ids: if
-    one is outside its pages, its index is returned and nothing is copied, otherwise -1. The bytes are there for every
-    thread when this returns.
+    bytes of a page, first, count); addresses and bytes are multiples of 16. Only block ids are checked: if one is
+    outside its pages, return its index and copy nothing, otherwise return -1. The copies are visible to all threads
+    when this returns.
     """
     for number in range(len(copies)):
         line = copies[number]

@@ -1,13 +1,13 @@
-"""Scatter of single tokens whose keys were computed at other positions: the keys are turned while they are copied.
+"""Scatter of single tokens whose keys were computed at other positions; the keys are turned while they are copied.
 
 Rotary embedding (RoPE, Su et al., https://arxiv.org/abs/2104.09864, section 3.2) turns each pair of a key's elements by
-its position times the pair's frequency. So a key that was computed at position p is the key at p + shift once it is
-turned by shift times that frequency; values have no position. A copy computes in float32 and rounds once.
+its position times the pair's frequency. So a key computed at position p becomes the key at p + shift when it is turned
+by shift times that frequency; values have no position. A copy computes in float32 and rounds once.
 
-Tokens of a moved run lie in a page elsewhere than where they come from, so a copy goes by tiles: tokens of a target
-page that all lie at equal distances. A whole tile is made of one or two spans of source tokens, as vectors of which
-each takes some lanes from the one and the rest from the other, and streamed out: its old bytes are not read. Compiled
-when it is first needed, in seconds (`warm_up`).
+Tokens of a moved run have other offsets in their target pages than in their source pages, so a copy goes tile by tile:
+a tile is tokens of a target page at equal distances. A whole tile is made of one or two spans of source tokens, in
+vectors that each take some lanes from the one and the rest from the other, and written by streaming stores, so that its
+old bytes are not read. Compiled on first use, in seconds (`warm_up`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _HIGH = 0xFFFF0000
 class PageElements:
     """Where the elements of a page lie, in elements from its beginning.
 
-    Of head h and token t, element d of the key lies at h * head + key_tokens[t] + key_elements[d]; of the value, too,
-    by its own tables. A page that packs tokens (vLLM's on CPUs) is described as one that does not.
+    Element d of the key of head h and token t is at h * head + key_tokens[t] + key_elements[d]; likewise for the value,
+    with its own tables. Pages that pack tokens (vLLM's on CPUs) can be described just like others.
     """
 
     num_heads: int
@@ -55,13 +55,13 @@ class PageElements:
 
     @property
     def end(self) -> int:
-        """How many elements a page has at least."""
+        """The minimum number of elements of a page."""
         last = max(self.key_tokens[-1] + self.key_elements.max(), self.value_tokens[-1] + self.value_elements.max())
         return int(self.num_heads - 1) * self.head + int(last) + 1
 
     @cached_property
     def tile_tokens(self) -> int:
-        """So many tokens from a multiple of them on lie at equal distances."""
+        """The size of a tile: tokens from a multiple of it on are at equal distances."""
         tokens = np.stack([self.key_tokens, self.value_tokens])
         steps = np.diff(tokens)
         usual = steps[:, :1] if steps.size else steps
@@ -71,19 +71,19 @@ class PageElements:
 
     @property
     def breaks(self) -> Offsets:
-        """Before which tokens of a page a tile begins; its end, too."""
+        """The token indices at which tiles of a page end, including the page's end."""
         return np.arange(self.tile_tokens, self.block_tokens + 1, self.tile_tokens, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """By what keys of such pages are turned, as vectors of `lanes` pairs that lie one behind the other: those of one
-    token, or one pair of some tokens, or between.
+    """How keys of such pages are turned, in vectors of `lanes` consecutive pairs: pairs of one token, one pair of
+    several tokens, or something between.
 
-    A tile has a vector for each of `rows` (int64 [n, 2]: places of the first and of the second elements) and each of
-    `sweeps` (int64 [m, 3]: what is added to these, the tokens of the first and of the last lane). Lane i is of the
-    token i >> `lane_shift` behind the first. `angles`: float32, of each row the cosines and the sines of its lanes,
-    of bfloat16 the even ones first (`_Lanes`). `still`, `values`: what is copied as it is, as `_runs` says.
+    A tile has a vector for each combination of `rows` (int64 [n, 2]: offsets of the first and the second elements) and
+    `sweeps` (int64 [m, 3]: an offset added to these, and the tokens of the first and the last lane). Lane i belongs to
+    the token i >> `lane_shift` after the first. `angles`: float32, the cosines and sines of the lanes per row, for
+    bfloat16 even lanes first (`_Lanes`). `still`, `values`: runs of elements to be copied unchanged, from `_runs`.
     """
 
     elements: PageElements
@@ -98,22 +98,22 @@ class Turn:
 
     @classmethod
     def of(cls, elements: PageElements, rope: Rope, shift: int, *, is_half: bool) -> Turn:
-        """From where keys were computed to `shift` positions behind that."""
+        """The turn that moves keys `shift` positions further."""
         pairs = np.array(rope.pairs(), dtype=np.int64)
         at = elements.key_elements[pairs]
         angles = np.array(rope.angles(shift))
         count = elements.tile_tokens
         tokens = elements.key_tokens[:count] - elements.key_tokens[0]
         breaks = np.flatnonzero((np.diff(at, axis=0) != 1).any(axis=1)) + 1
-        near = int(breaks[0]) if len(breaks) else len(pairs)  # so many pairs of a token lie one behind the other …
+        near = int(breaks[0]) if len(breaks) else len(pairs)  # so many pairs of a token are consecutive …
         if not np.array_equal(breaks, np.arange(near, len(pairs), near)):
             near = 1
-        # … and the next token's behind them.
+        # … and followed by the next token's.
         is_dense = count > 1 and tokens[1] == near and near & (near - 1) == 0
         lanes = LINE_BYTES // (2 if is_half else 4)
         while near % lanes and not (is_dense and lanes % near == 0 and count * near % lanes == 0):
             lanes //= 2
-        of_token = min(near, lanes)  # so many lanes
+        of_token = min(near, lanes)  # lanes per token
         first = np.arange(0, count, lanes // of_token)
         told = np.stack([np.cos(angles), np.sin(angles)]).reshape(2, -1, of_token).transpose(1, 0, 2)
         told = np.tile(told, (1, 1, lanes // of_token)).astype(np.float32)
@@ -134,15 +134,15 @@ class Turn:
 
 
 def _runs(places: Offsets) -> Offsets:
-    """Places that lie one behind the other: the first of them, and how many. int64 [n, 2]."""
+    """Runs of consecutive places: the first place of each, and its length. int64 [n, 2]."""
     first = np.flatnonzero(np.diff(places, prepend=-2) != 1)
     return np.stack([places[first], np.diff(first, append=len(places))], axis=1).astype(np.int64)
 
 
 def spans(elements: PageElements, first: int, target: int, count: int, blocks: Sequence[int]) -> Offsets:
-    """A line per span, for tokens [first, first + count) of a chunk, which go to tokens from `target` on of a request
-    that has these blocks: both counted from the beginning of their first page. int64 [n, 5]: the page that a span comes
-    from, its first token there, the page that it goes to, its first token there, how many tokens."""
+    """The spans for tokens [first, first + count) of a chunk, which go to a request with these blocks, from its token
+    `target` on; both are counted from the beginning of their first page. int64 [n, 5], a line per span: source page,
+    first token in it, target page, first token in it, number of tokens."""
     size = elements.block_tokens
     breaks = elements.breaks
     lines, done = [], 0
@@ -156,13 +156,13 @@ def spans(elements: PageElements, first: int, target: int, count: int, blocks: S
 
 
 def scatter_turned(source: NDArray[Any], targets: Sequence[NDArray[Any]], lines: Offsets, turn: Turn) -> None:
-    """Copy `lines` (`spans`) of all layers from `source` [layers, pages, elements of a page], of a slot, to `targets`,
-    the engine's pages of each layer.
+    """Copy `lines` (from `spans`) of all layers from `source`, a slot as [layers, pages, elements of a page], to
+    `targets`, the engine's pages of each layer.
 
-    All are of float32, or of uint16, which then are bfloat16; the distance from page to page may be any. The GIL is
-    free meanwhile. Any thread may call; two may not write to one page.
+    All arrays are float32, or uint16 with the bits of bfloat16; the stride between pages is arbitrary. The GIL is
+    released during the copy. Any thread may call; no two may write to the same page.
 
-    :raises ValueError: the arrays are of another type, or differ in it or in the size of a page.
+    :raises ValueError: the arrays have another type, or differ in type or in page size.
     :raises IndexError: a line is outside them.
     """
     elements, dtype = turn.elements, np.dtype(np.uint16 if turn.is_half else np.float32)
@@ -197,15 +197,15 @@ def scatter_turned(source: NDArray[Any], targets: Sequence[NDArray[Any]], lines:
 
 
 def _groups(numbers: Offsets) -> Offsets:
-    """Where each number that stands there several times begins, and ends."""
+    """The begin and end of each run of equal numbers."""
     first = np.flatnonzero(np.diff(numbers, prepend=-1))
     return np.stack([first, np.append(first[1:], len(numbers))], axis=1).astype(np.int64)
 
 
 def _tiles(lines: Offsets, turn: Turn, source: NDArray[Any], *, is_aligned: bool) -> Offsets:
-    """Of each tile that is whole, and of each line of the others: where its first token, if it were there, would lie in
-    the first head of `source`, in elements; the same of its second line; the page it goes to, and where in that its
-    first token lies; from which token to which of it the (first) line goes; whether it is whole. int64 [n, 7]."""
+    """A row for each whole tile, and for each line of the other tiles: where the tile's first token is, or would be, in
+    the first head of `source`, in elements; the same for its second line; the target page, and the offset of the tile's
+    first token in it; the tile's tokens [from, to) in the (first) line; whether it is whole. int64 [n, 7]."""
     elements, size = turn.elements, turn.elements.tile_tokens
     tile = lines[:, 3] // size * size
     at = elements.key_tokens[tile]
@@ -216,7 +216,7 @@ def _tiles(lines: Offsets, turn: Turn, source: NDArray[Any], *, is_aligned: bool
         [begins, begins, lines[:, 2], at, low, low + lines[:, 4], is_aligned & (lines[:, 4] == size) & (low == 0)],
         axis=1,
     )
-    # Vectors of two lines read more of both than they take, which must lie in the source, too.
+    # Vectors of two lines read more of both than they use, which must be inside the source, too.
     extent = int(turn.rows.max() + turn.sweeps[:, 0].max()) + turn.lanes + (elements.num_heads - 1) * elements.head
     is_first = (np.diff(lines[:, 2], append=-1) == 0) & (np.diff(tile, append=-1) == 0)
     is_first[:-1] &= (lines[:-1, 4] + lines[1:, 4] == size) & (begins[1:] >= 0)
@@ -227,7 +227,7 @@ def _tiles(lines: Offsets, turn: Turn, source: NDArray[Any], *, is_aligned: bool
 
 
 def _joined(lines: Offsets, elements: PageElements) -> Offsets:
-    """The same for values, which may lie at equal distances for longer: long copies read several places at once."""
+    """The lines for values, joined if these are at equal distances for longer: longer copies are faster."""
     if len(lines) < 2 or (np.diff(elements.value_tokens, n=2) != 0).any():
         return lines
     before, behind = lines[:-1], lines[1:]
@@ -239,14 +239,14 @@ def _joined(lines: Offsets, elements: PageElements) -> Offsets:
 
 
 def warm_up(turn: Turn) -> None:
-    """Compile what such turns need, which takes some seconds; else the first call does."""
+    """Compile the kernel for such turns, which takes some seconds; otherwise the first call does."""
     _kernel(turn.is_half, turn.lanes)
 
 
 class _Lanes:
-    """Code for vectors of elements in memory, which are float32 in registers: those of bfloat16 two vectors, of even
-    and of odd lanes, as which they are taken apart and put together soonest. `is_part`: lanes that are not in a mask
-    are neither read nor written; else they come from elsewhere, and all are streamed out."""
+    """Code for vectors of elements in memory, which are float32 in registers; bfloat16 as two vectors, of even and odd
+    lanes, because that converts fastest. `is_part`: lanes outside the mask are neither read nor written; otherwise they
+    are read from another address, and all lanes are written by streaming stores."""
 
     def __init__(self, builder: Any, lanes: int, *, is_half: bool, is_part: bool) -> None:
         self._builder, self._is_half, self._is_part = builder, is_half, is_part
@@ -270,7 +270,8 @@ class _Lanes:
         return found[: self._count], found[self._count :]
 
     def load(self, address: Any, other: Any, ahead: Any, mask: Any) -> list[Any]:
-        """Lanes of the mask, the rest from `other` bytes behind. The processor prefetches within 4 KiB by itself."""
+        """Load the lanes in the mask, and the rest from `other` bytes further. Prefetch at `ahead`, because the
+        processor itself only prefetches within 4 KiB."""
         b, kept = self._builder, self._kept
         if self._is_part:
             found = self._masked("load", [self._at(address, kept), self._align, mask, ir.Constant(kept, None)])
@@ -300,8 +301,7 @@ class _Lanes:
             store.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(_I32, 1)]))
 
     def _rounded(self, number: Any) -> Any:
-        """To bfloat16, in the high half: to the nearest, of two the even one, as torch does; what is no number stays
-        none."""
+        """Round to bfloat16 in the high half: to nearest, ties to even, as torch does; NaN stays NaN."""
         b = self._builder
         bits = b.bitcast(number, self._words)
         odd = b.and_(b.lshr(bits, self._constant(16)), self._constant(1))
@@ -315,7 +315,7 @@ class _Lanes:
         return self._builder.inttoptr(address, type_.as_pointer())
 
     def _prefetch(self, address: Any) -> None:
-        """Into the second cache."""
+        """Prefetch into the L2 cache."""
         told = [self._at(address, ir.IntType(8)), *(ir.Constant(_I32, number) for number in (0, 2, 1))]
         self._call("llvm.prefetch.p0", ir.VoidType(), told)
 
@@ -330,9 +330,9 @@ class _Lanes:
 
 
 def _turn_lanes(lanes: int, *, is_half: bool, is_part: bool) -> Any:
-    """Code that turns so many pairs. `x`, `y`: addresses of their first and second elements, which go to `to_x` and
-    `to_y`; `other`: how far behind these are the same elements of a tile's second line; `angles`: an address. Lane i is
-    of token + (i >> shift), and of the (first) line where that is from `low` to `high`."""
+    """Code that turns `lanes` pairs. `x`, `y`: addresses of their first and second elements, which go to `to_x` and
+    `to_y`; `other`: the distance to the same elements of a tile's second line; `angles`: an address. Lane i belongs to
+    the token `token` + (i >> `shift`), and to the (first) line if that token is in [`low`, `high`)."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def turn(
@@ -395,8 +395,8 @@ def _copy(new: Any, old: Any, nbytes: Any) -> None:
 
 
 def _runs_copied(width: int) -> Any:
-    """The loop over what a line copies as it is: `runs` of elements of so many bytes, of tokens that lie as `tokens`
-    says. `new`, `old`: addresses of one head of both pages."""
+    """The loop over the elements that a line copies unchanged: `runs` of elements of `width` bytes, for tokens at the
+    offsets in `tokens`. `new`, `old`: addresses of one head in both pages."""
 
     @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
     def runs_copied(new: Any, old: Any, line: Any, tokens: Any, runs: Any) -> None:
@@ -420,7 +420,7 @@ def _runs_copied(width: int) -> Any:
 
 @cache
 def _kernel(is_half: bool, lanes: int) -> Any:  # noqa: FBT001 - a key
-    """The loops for pages of bfloat16, or of float32, compiled."""
+    """The compiled loops for pages of bfloat16 (`is_half`) or float32."""
     width = 2 if is_half else 4
     copy = _runs_copied(width)
     whole, part = (_turn_lanes(lanes, is_half=is_half, is_part=is_part) for is_part in (False, True))
@@ -452,7 +452,7 @@ def _kernel(is_half: bool, lanes: int) -> Any:  # noqa: FBT001 - a key
         still: Any,
         values: Any,
     ) -> None:
-        ahead = (value_tokens[0] - key_tokens[0]) * width  # while keys are turned the values come
+        ahead = (value_tokens[0] - key_tokens[0]) * width  # prefetch the values while keys are turned
         first_angle = numba.int64(angles.ctypes.data)
         for layer in range(len(targets)):
             for page in pages:

@@ -1,7 +1,7 @@
-"""The same as `pdx.kernels.turned` by one Triton kernel, for pages on a GPU.
+"""The GPU version of `pdx.kernels.turned`: one Triton kernel.
 
-A launch copies tokens of many layers; a program takes some tokens of one head and layer. Keys are turned in float32 and
-rounded once. As in `pdx.kernels.paged` launching neither allocates nor waits, and compiles only what
+A launch copies tokens of many layers; a program copies some tokens of one head and layer. Keys are turned in float32
+and rounded once. As in `pdx.kernels.paged`, a launch neither allocates nor waits, and compiles only what
 `warm_up_turned` has not.
 """
 
@@ -21,14 +21,14 @@ from pdx.kernels.page_map import PageMap, Place
 if TYPE_CHECKING:
     from pdx.memory.rope import Rope
 
-_TOKENS = 16  # of a program
+_TOKENS = 16  # per program
 _RUNTIME_ARGUMENTS = ["layers", "tokens", "angles", "first_layer", "num_tokens"]
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 class PageStrides(NamedTuple):
-    """Where the elements of a page lie, in elements: in a slot the key of head h and token t begins at h * head + t *
-    token, in the engine at h * engine_head + t * engine_token. Its value is behind it; both are contiguous."""
+    """Where the elements of a page lie, in elements. The key of head h and token t begins at h * head + t * token in a
+    slot, and at h * engine_head + t * engine_token in the engine. Its value follows it; both are contiguous."""
 
     num_heads: int
     block_tokens: int
@@ -42,10 +42,10 @@ class PageStrides(NamedTuple):
     def of(
         cls, layers: Sequence[Tensor], num_blocks: int, num_heads: int, head_dim: int, dtype: torch.dtype
     ) -> PageStrides:
-        """Of layers that are tensors [blocks, heads, tokens, key and value], which lie in memory in whatever order; a
-        shard has `num_heads` of their heads.
+        """The strides of layers given as tensors [blocks, heads, tokens, key and value], in any memory order; a shard
+        has `num_heads` of their heads.
 
-        :raises ValueError: they are none such.
+        :raises ValueError: the layers are not like that.
         """
         kinds = {(tuple(each.shape), each.stride(), each.element_size()) for each in layers}
         (shape, strides, size), *others = kinds
@@ -59,13 +59,13 @@ class PageStrides(NamedTuple):
             raise ValueError(f"a page order the kernel cannot take: {sorted(kinds)[:2]} for {num_blocks} blocks")
         by_head, by_token = (stride * size // dtype.itemsize for stride in strides[1:3])
         block_tokens = shape[2]
-        is_by_head = shape[1] == 1 or by_head > by_token  # as `PageMap` puts it into a slot
+        is_by_head = shape[1] == 1 or by_head > by_token  # the order in which `PageMap` puts pages into slots
         head, token = (block_tokens * content, content) if is_by_head else (content, num_heads * content)
         return cls(num_heads, block_tokens, head_dim, head, token, by_head, by_token)
 
 
 class TurnedPages(NamedTuple):
-    """How keys turn with their positions, and where they lie in the pages of a shard."""
+    """How keys turn with their positions, and where they lie in a shard's pages."""
 
     rope: Rope
     strides: PageStrides
@@ -120,18 +120,18 @@ def _copy_turned(
         is_value = is_token[:, None] & (element < DIM)[None, :]
         value = tl.load(old[:, None] + DIM + element[None, :], mask=is_value)
         tl.store(new[:, None] + DIM + element[None, :], value, mask=is_value)
-        if first + WIDTH > 2 * PAIRS:  # what has no position
+        if first + WIDTH > 2 * PAIRS:  # elements that do not turn
             is_still = is_value & (element >= 2 * PAIRS)[None, :]
             still = tl.load(old[:, None] + element[None, :], mask=is_still)
             tl.store(new[:, None] + element[None, :], still, mask=is_still)
 
 
 class TurnedRun(NamedTuple):
-    """Tokens [first, first + num_tokens) of a slot, which go to those from `target` on of these blocks. Whether the
-    slot and the blocks reach that far is for the caller to check."""
+    """Tokens [first, first + num_tokens) of a slot, which go to the tokens from `target` on of these blocks. The caller
+    must check that the slot and the blocks reach that far."""
 
     address: int  # of the slot in layer 0
-    layer_bytes: int  # from a layer's slice to the next one's
+    layer_bytes: int  # from one layer's slice to the next
     first: int
     target: int
     num_tokens: int
@@ -139,14 +139,14 @@ class TurnedRun(NamedTuple):
 
 
 class TurnedBatch(NamedTuple):
-    """The tokens of any number of runs, which turn alike. Used as a `pdx.kernels.page_map.Batch`."""
+    """The tokens of any number of runs with the same shift. Used like a `pdx.kernels.page_map.Batch`."""
 
     pages: PageMap
     turned: TurnedPages
-    # int64 [tokens, 5] on the device: address of its page in the slot in layer 0, bytes from layer to layer, which
-    # token of that page; the engine's block, which token of that.
+    # int64 [tokens, 5] on the device: address of the token's page in the slot in layer 0, bytes from layer to layer,
+    # index in that page; the engine's block, index in that.
     tokens: Tensor
-    angles: Tensor  # float32, on the device: cosines, and behind them sines
+    angles: Tensor  # float32, on the device: cosines, followed by sines
 
     @classmethod
     def of(cls, pages: PageMap, turned: TurnedPages, runs: Sequence[TurnedRun], shift: int) -> TurnedBatch:
@@ -173,9 +173,9 @@ class TurnedBatch(NamedTuple):
         return cls(pages, turned, *uploaded)
 
     def parts(self, layers: range, nbytes: int) -> Iterator[tuple[TurnedBatch, range]]:
-        """The same copies in parts of at most so many bytes; the least is some tokens of one layer."""
+        """The same copies in parts of at most `nbytes` bytes, but at least a program's tokens of one layer."""
         of_token = self.pages.page_bytes // self.turned.strides.block_tokens
-        most = max(1, nbytes // of_token // _TOKENS) * _TOKENS  # a part's table is aligned as this one's
+        most = max(1, nbytes // of_token // _TOKENS) * _TOKENS  # keeps the alignment of the table
         most_layers = max(1, nbytes // max(1, len(self.tokens) * of_token))
         for first in range(0, len(self.tokens), most):
             part = TurnedBatch(self.pages, self.turned, self.tokens[first : first + most], self.angles)
@@ -186,10 +186,10 @@ class TurnedBatch(NamedTuple):
 def scatter_turned(
     pages: PageMap, batch: TurnedBatch, first_layer: int = 0, num_layers: int = 1, *, place: Place = Place.HERE
 ) -> None:
-    """Copy the tokens' keys, turned, and values into the engine's pages of these layers: one launch on torch's current
-    stream, which is the one of `TurnedBatch.of`. `place` makes no difference so far.
+    """Copy the tokens' keys, turned, and their values into the engine's pages of these layers: one launch on torch's
+    current stream, which must be that of `TurnedBatch.of`. `place` is ignored so far.
 
-    :raises IndexError: the layers are not all in `pages`.
+    :raises IndexError: not all layers are in `pages`.
     """
     if min(first_layer, num_layers) < 0 or first_layer + num_layers > pages.num_layers:
         raise IndexError(f"layers {first_layer} to {first_layer + num_layers} of {pages.num_layers}")
@@ -198,7 +198,7 @@ def scatter_turned(
 
 
 def warm_up_turned(pages: PageMap, turned: TurnedPages) -> None:
-    """Compile and load what `scatter_turned` launches. On torch's current stream; copies nothing."""
+    """Compile and load what `scatter_turned` launches. Launches on torch's current stream; copies nothing."""
     _launch(pages, TurnedBatch.of(pages, turned, [], 0), 0, 1)
 
 
@@ -211,5 +211,5 @@ def _launch(pages: PageMap, batch: TurnedBatch, first_layer: int, num_layers: in
         *(pages.table, batch.tokens, batch.angles, first_layer, num_tokens),
         *(strides.head, strides.token, strides.engine_head, strides.engine_token, strides.head_dim),
         *(pairs, x, y, apart, _TOKENS, triton.next_power_of_2(pairs), _ELEMENTS[dtype]),
-        enable_fp_fusion=False,  # what is rounded when is as on a CPU
+        enable_fp_fusion=False,  # so that rounding is the same as on a CPU
     )

@@ -1,4 +1,4 @@
-"""What is closed at the end of its `with` block."""
+"""A base class for context managers that close themselves."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Self
 
 
 class Closing:
-    """A base for whatever has a `close`."""
+    """Closes itself at the end of its `with` block."""
 
     def close(self) -> None:
-        """Give back what it holds. Idempotent."""
+        """Release all resources. Idempotent."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

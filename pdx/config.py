@@ -1,7 +1,7 @@
-"""Settings of the node and of the connector: typed, bounded, unknown names refused.
+"""Settings of the node and the connector: typed and bounded; unknown names are refused.
 
-A setting comes from the command line or the connector's `kv_connector_extra_config`; where neither names the
-node, the environment variable PDX_NODE does, else the host's default socket; PDX_TRACE stands in for `trace` likewise.
+A setting comes from the command line or the connector's `kv_connector_extra_config`. If neither names the node, the
+environment variable PDX_NODE does, else it is the host's default socket; PDX_TRACE likewise stands in for `trace`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 def runtime_folder() -> Path:
     """This user's private folder for sockets and locks; created with mode 0700.
 
-    :raises ConfigError: it exists but belongs to somebody else or others may enter it.
+    :raises ConfigError: it exists but belongs to another user, or others may enter it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "pdx" if base else Path(tempfile.gettempdir()) / f"pdx-{os.getuid()}"
@@ -68,9 +68,9 @@ def runtime_folder() -> Path:
 
 
 def private_folder(folder: Path) -> None:
-    """Create `folder` for this user alone, or check that it already is so.
+    """Create `folder` as private to this user, or check that it already is.
 
-    :raises ConfigError: it belongs to somebody else or others may enter it, it is a link, or it cannot be made.
+    :raises ConfigError: it belongs to another user or others may enter it, it is a link, or it cannot be created.
     """
     try:
         if folder.is_symlink():
@@ -121,10 +121,10 @@ def parse_bytes(text: str | int) -> int:
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of a node, each said once: the command line, TOML, the connector and docs/vllm.md follow from it."""
+    """Settings of a node. The command line, TOML, the connector's options and docs/vllm.md are derived from this."""
 
     address: str
-    proxy: Addresses = ""  # where to report engines and timelines, with commas between; empty: nowhere
+    proxy: Addresses = ""  # where to report engines and timelines, comma-separated; empty: nowhere
     exit_when_idle_s: Annotated[
         Seconds, option("End after nothing has been attached for this long.", default="never")
     ] = 0.0
@@ -293,11 +293,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         option("Also allow channels without authentication (nixl, ucx): everyone who can reach this host may write."),
     ] = False
     grant_s: PositiveSeconds = 5.0  # a push waits this long for room at its receiver
-    push_s: PositiveSeconds = 60.0  # a push that is not over by then is dropped
+    push_s: PositiveSeconds = 60.0  # time limit of a push
     peer_timeout_s: PositiveSeconds = 5.0  # a peer that was silent for so long is lost
-    group_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 1 << 20  # layers are sent together until a write has so much
-    window_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 32 << 20  # written to a peer and not acknowledged
-    peer_share: Share = 0.5  # of the arena that one peer may be writing at a time
+    group_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 1 << 20  # layers are grouped until a write has so much
+    window_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 32 << 20  # unacknowledged bytes per peer
+    peer_share: Share = 0.5  # of the arena, that one peer may be writing at a time
     report_s: PositiveSeconds = 1.0  # between two reports to the proxy
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
     reserve_s: PositiveSeconds = 600.0  # a reservation not sealed by then is aborted
@@ -305,26 +305,26 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def is_tier_name(name: str) -> bool:
-    """Whether a tier of a node has this name; then no node has it, so that people can tell what is meant."""
+    """Whether this is the name of a tier; nodes may not have such names, so that names are unambiguous."""
     return name in ("host", "gpu", "arenas", "disk", "remote") or name.startswith("disk ")
 
 
 def is_name(name: str) -> bool:
-    """Whether a node or a controller can have this name: it is shown in tables, and said as NODE/TIER."""
+    """Whether a node or a controller can have this name: it is shown in tables, and used in NODE/TIER."""
     return _NAME.fullmatch(name) is not None
 
 
 def check_name(name: str, where: str) -> None:
-    """:raises ConfigError: no node or controller can have this name, which is said there."""
+    """:raises ConfigError: no node or controller can have this name, which was given at `where`."""
     if not is_name(name):
         text = f"{where}: a name has 1 to 256 characters, no space, / or control character among them"
         raise ConfigError(f"{text}, and not {name!r:.80}")
 
 
 def disk_names(config: NodeConfig) -> list[str]:
-    """What the tiers of its disks are called.
+    """The names of the node's disk tiers.
 
-    :raises ConfigError: one is too long for a name, or cannot be shown.
+    :raises ConfigError: one is too long for a name, or not printable.
     """
     if len(config.disks) == 1:
         return ["disk"]
@@ -337,9 +337,9 @@ def disk_names(config: NodeConfig) -> list[str]:
 
 
 def node_name(config: NodeConfig) -> str:
-    """What the node is called by its peers and its proxy.
+    """The node's name for its peers and its proxy.
 
-    :raises ConfigError: a tier is called so, or nothing can be.
+    :raises ConfigError: it is the name of a tier, or not a valid name.
     """
     if is_tier_name(config.name):
         raise ConfigError(f"a node cannot be named {config.name!r}, as a tier of every node is; give it another --name")
@@ -351,17 +351,17 @@ def node_name(config: NodeConfig) -> str:
 
 
 def listen_address(config: NodeConfig) -> str:
-    """Where the node's peers connect."""
+    """The address to which the node's peers connect."""
     return config.listen or f"{config.address}.peers"
 
 
 def handover_path(address: str, arena: int = 0) -> Path:
-    """Where a node hands over the GPU memory of an arena."""
+    """The socket on which a node hands over the GPU memory of an arena."""
     return Path(f"{socket_path(address)}.gpu{arena or ''}")
 
 
 def from_words(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `kind` for what somebody says by `Option.name`.
+    """The settings of `kind` from user input, by `Option.name`.
 
     :raises ConfigError: an unknown name, a wrong type, or a value out of range.
     """
@@ -371,17 +371,17 @@ def from_words(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             raise ConfigError(f"{name!r} is no option of {kind.__name__}; there are {', '.join(known)}")
         if name == "arena" and value == "":
-            continue  # what it is by default depends on GPUs, so it can be said that it is not said
+            continue  # explicitly unset, because its default depends on GPUs
         settings[known[name].field.name] = _value(known[name], value)
     return settings
 
 
 def node_settings(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `NodeConfig` for what a command or a connector says of a node.
+    """The settings of `NodeConfig` from the options given to a command or a connector.
 
-    The first arena is the host's where there is no GPU, or where its size is said.
+    The first arena is in host memory if there is no GPU, or if its size is given.
 
-    :raises ConfigError: see `from_words`; or a GPU or folder is named twice, or replay is without events.
+    :raises ConfigError: see `from_words`; or a GPU or folder is named twice, or replay is set without events.
     """
     settings = from_words(NodeConfig, said)
     for name, what in (("disks", "--disk: each folder has its own part"), ("more_gpus", "--gpu: a GPU has one arena")):
@@ -398,12 +398,12 @@ def node_settings(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(option: Option, said: Any) -> Any:
-    """:raises ConfigError: it has a wrong type, or is out of range."""
+    """:raises ConfigError: the value has a wrong type, or is out of range."""
     value = parse_bytes(said) if option.is_size else said
     if isinstance(option.kind, msgspec.inspect.ListType) and isinstance(said, str):
         value = ([word.strip() for word in said.split(",")] if option.metavar == "WHICH" else [said]) if said else []
     if option.metavar == "FOLDER" and isinstance(value, list):
-        value = [each for each in value if each != ""]  # of a variable that is not set
+        value = [each for each in value if each != ""]  # from an unset variable
     try:
         value = msgspec.convert(value, option.field.type)
     except msgspec.ValidationError as error:
@@ -476,12 +476,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     of_node: dict[str, Any] = {}  # settings of `NodeConfig` for a node that this engine starts
 
     def node_address(self) -> str:
-        """The node this engine attaches to."""
         return self.node or default_node()
 
 
 def parse(kind: type[_T], settings: dict[str, Any], names: Iterable[str] = ()) -> _T:
-    """`settings` as a `kind`. `names`: those that somebody may say, where they are not all of its fields.
+    """`settings` as a `kind`. `names`: those that users may set, if not all fields.
 
     :raises ConfigError: an unknown name, a wrong type, or a value out of range; the message names it.
     """
@@ -493,7 +492,7 @@ def parse(kind: type[_T], settings: dict[str, Any], names: Iterable[str] = ()) -
 
 
 def connector_config(settings: Mapping[str, Any]) -> ConnectorConfig:
-    """What `kv_connector_extra_config` says, of the connector and of a node that it starts.
+    """The settings in `kv_connector_extra_config`, of the connector and of a node that it starts.
 
     :raises ConfigError: see `parse` and `node_settings`.
     """

@@ -2,40 +2,40 @@
 
 PdxError
 ├── ConfigError           fix the configuration; retrying cannot help
-├── SelectionError        this names no chunks or no place; the text says what would
-├── LayoutError           this layout, or the place of this memory, is not supported here
-├── ProtocolError         a peer sent something that is not our protocol; drop it, keep going
-├── NodeError             the node could not do what was asked
+├── SelectionError        this selects no chunks or no place; the text says what would
+├── LayoutError           this layout, or memory in this place, is not supported here
+├── ProtocolError         a peer violated the protocol; drop the message, keep going
+├── NodeError             the node could not serve a request
 │   ├── NodeUnavailable   no node answers; reattach later, recompute meanwhile
 │   ├── NodeRunning       another node already owns this socket; use that one
-│   ├── ArenaTooSmall     the arena can never hold this; make it bigger
-│   ├── ArenaFull         no room now; ask again later or go on without
-│   ├── ChunkExists       somebody else fills or filled this chunk; look it up instead
+│   ├── ArenaTooSmall     the arena can never hold this; make it larger
+│   ├── ArenaFull         no room now; retry later, or go on without
+│   ├── ChunkExists       the chunk is there or being filled; look it up instead
 │   ├── ChunkMissing      the chunk is not there (any more); recompute
-│   ├── StaleSlot         the slot is no longer what was promised; drop what was copied
+│   ├── StaleSlot         the slot is no longer valid; drop what was copied
 │   ├── TierUnknown       the node has no such tier; the text names those that it has
 │   ├── JobUnknown        the node knows no such job (any more)
 │   └── JobConflict       another job works on one of these chunks; wait for it, or cancel it
 ├── ChannelError          bytes did not get from one node to another
-│   ├── ChannelUnavailable   this scheme cannot work here, or not to that peer; use another
-│   ├── ChannelBroken     the peer or the way to it is gone; connect again
-│   ├── WriteRefused      the receiver has not granted (any more) what was to be written
-│   └── TransferAborted   it was asked to stop
+│   ├── ChannelUnavailable   this scheme does not work here, or not to that peer; use another
+│   ├── ChannelBroken     the peer, or the connection to it, is gone; connect again
+│   ├── WriteRefused      the receiver has not granted (any more) the slots to be written
+│   └── TransferAborted   the write was cancelled
 ├── TierError             a tier could not store or load a chunk; it counts as a miss
-├── CodecError            bytes are not what a codec has made, or none that it can encode; treat them as damaged
-├── GpuError              a GPU or its driver did not do what was asked
+├── CodecError            a codec cannot decode these bytes, or not encode them; treat them as damaged
+├── GpuError              a call to a GPU or its driver failed
 │   ├── GpuUnavailable    no such GPU, driver or library here; use host memory
 │   ├── GpuMemoryFull     the GPU cannot hold it; ask for less
-│   └── GpuHandleDead     whoever exported this memory is gone; attach again
-├── PeerError             another node cannot be worked with
-│   ├── PeerUnknown       no roster names it; add it, or use its right name
-│   └── PeerRefused       one side turned the other down; the text says why
+│   └── GpuHandleDead     the process that exported this memory is gone; attach again
+├── PeerError             another node cannot be used
+│   ├── PeerUnknown       the peer is not in the roster; add it, or correct its name
+│   └── PeerRefused       one side refused the other; the text says why
 └── ProxyError            inside the proxy; clients see an OpenAI-style error
-    ├── RequestRefused    a client's request is not one, or too much; the status and the text are for the client
-    ├── LegFailed         an engine gave no usable answer; ask another, or the decoder alone
-    ├── NoEngine          nobody is there to decode; the client may come back
-    ├── VerbRefused       a node did not do what a controller asked; `error` names the class that it says
-    ├── Exhausted         this process lacks descriptors, ports or buffers; the client may come back
+    ├── RequestRefused    a client's request is invalid or too much; the status and the text are for the client
+    ├── LegFailed         an engine gave no usable answer; try another, or only the decoder
+    ├── NoEngine          no engine can decode; the client may retry
+    ├── VerbRefused       a node refused a controller's verb; `error` names the node's error class
+    ├── Exhausted         this process lacks descriptors, ports or buffers; the client may retry
     └── ClientGone        the client has left; stop working for it
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class PdxError(Exception):
-    """Base of all PDX errors; never raised itself."""
+    """Base of all PDX errors; not raised itself."""
 
 
 class ConfigError(PdxError):
@@ -56,11 +56,11 @@ class ConfigError(PdxError):
 
 
 class SelectionError(PdxError):
-    """Tokens, a model, an instance or a place are none that a controller's verb could be about."""
+    """A controller's verb names tokens, a model, an instance or a place to which it cannot apply."""
 
 
 class LayoutError(PdxError):
-    """The engine's KV layout is one PDX does not move (yet), or memory lies where this call cannot reach it."""
+    """PDX does not support the engine's KV layout (yet), or this call cannot reach the memory."""
 
 
 class ProtocolError(PdxError):
@@ -88,7 +88,7 @@ class ArenaFull(NodeError):
 
 
 class ChunkExists(NodeError):
-    """The chunk is already sealed, or somebody is filling it."""
+    """The chunk is already sealed or being filled."""
 
 
 class ChunkMissing(NodeError):
@@ -96,7 +96,7 @@ class ChunkMissing(NodeError):
 
 
 class StaleSlot(NodeError):
-    """The slot's generation or epoch changed: it belongs to somebody else now."""
+    """The slot's generation or epoch has changed: it may belong to another owner now."""
 
 
 class TierUnknown(NodeError):
@@ -104,7 +104,7 @@ class TierUnknown(NodeError):
 
 
 class JobUnknown(NodeError):
-    """The job is of another life of the node, or over for so long that it is forgotten, or there never was one."""
+    """The job never existed, was of an earlier run of the node, or ended so long ago that it is forgotten."""
 
 
 class JobConflict(NodeError):
@@ -124,7 +124,7 @@ class ChannelBroken(ChannelError):
 
 
 class WriteRefused(ChannelError):
-    """The receiver did not take a write: it was not inside granted slots."""
+    """The receiver refused a write outside granted slots."""
 
 
 class TransferAborted(ChannelError):
@@ -132,8 +132,8 @@ class TransferAborted(ChannelError):
 
 
 class TierError(PdxError):
-    """A tier could not store or load a chunk. `kind` is one word, by which such errors are counted; `is_left`: what was
-    stored in part could not be removed.
+    """A tier could not store or load a chunk. `kind` is one word, by which such errors are counted; `is_left`: a partly
+    written file could not be removed, or a bad one is still there.
     """
 
     def __init__(self, text: str, kind: str, *, is_left: bool = False) -> None:
@@ -143,13 +143,13 @@ class TierError(PdxError):
 
 
 class CodecError(PdxError):
-    """Encoded bytes were not made by this codec, or are damaged; or the codec is unknown, or not for such bytes."""
+    """Encoded bytes are damaged or of another codec; or the codec is unknown, or cannot encode such bytes."""
 
 
 class GpuError(PdxError):
-    """A call of the CUDA driver failed; the text names the call and the driver's own error."""
+    """A call to the CUDA driver failed; the text names the call and the driver's own error."""
 
-    code = ""  # the driver's name of it, "CUDA_ERROR_…", where it was the driver
+    code = ""  # the driver's name of the error, "CUDA_ERROR_…", if it came from the driver
 
 
 class GpuUnavailable(GpuError):
@@ -157,7 +157,7 @@ class GpuUnavailable(GpuError):
 
 
 class GpuMemoryFull(GpuError):
-    """The GPU has not enough free memory."""
+    """The GPU does not have enough free memory."""
 
 
 class GpuHandleDead(GpuError):
@@ -165,7 +165,7 @@ class GpuHandleDead(GpuError):
 
 
 class PeerError(PdxError):
-    """Another node cannot be worked with."""
+    """Another node cannot be used."""
 
 
 class PeerUnknown(PeerError):
@@ -177,21 +177,21 @@ class PeerRefused(PeerError):
 
 
 class ProxyError(PdxError):
-    """Something that the proxy deals with while it serves a request."""
+    """An error that the proxy handles while it serves a request."""
 
 
 class RequestRefused(ProxyError):
-    """The proxy itself turns a client's request down. The text quotes nothing of it."""
+    """The proxy itself refuses a client's request. The text quotes nothing of the request."""
 
     def __init__(self, status: int, text: str, *, retry_after_s: int | None = None, param: str | None = None) -> None:
         super().__init__(text)
         self.status = status
-        self.param = param  # what of the request is wrong, as vLLM names it
-        self.retry_after_s = retry_after_s  # None: coming back does not help
+        self.param = param  # the wrong parameter, as vLLM names it
+        self.retry_after_s = retry_after_s  # None: a retry does not help
 
 
 class Refusal(NamedTuple):
-    """What an engine says in place of an answer."""
+    """An engine's error response."""
 
     status: int
     body: bytes
@@ -200,7 +200,7 @@ class Refusal(NamedTuple):
 
 
 class LegFailed(ProxyError):
-    """An engine did not give a usable answer. If `unsent`, it cannot have begun to work on the request."""
+    """An engine gave no usable answer. If `unsent`, it cannot have begun to work on the request."""
 
     def __init__(
         self,
@@ -218,11 +218,11 @@ class LegFailed(ProxyError):
         self.engine = engine
         self.url = url
         self.unsent = unsent
-        self.answer = answer  # for the client, if no other engine has a better one
+        self.answer = answer  # for the client, if no other engine gives a better one
 
 
 class Exhausted(ProxyError):
-    """This process could not even connect: it lacks what `lack` names (EMFILE, say). No engine is to blame."""
+    """This process could not even connect: it lacks the resource that `lack` names (EMFILE). No engine is to blame."""
 
     def __init__(self, lack: str, text: str) -> None:
         super().__init__(f"{text} ({lack})")
@@ -230,7 +230,7 @@ class Exhausted(ProxyError):
 
 
 class VerbRefused(ProxyError):
-    """A node refused a controller's verb; `error` is the name of the class in this module that the node gave."""
+    """A node refused a controller's verb; `error` is the name of a class in this module, as given by the node."""
 
     def __init__(self, error: str, text: str) -> None:
         super().__init__(text)
@@ -238,8 +238,8 @@ class VerbRefused(ProxyError):
 
 
 class NoEngine(ProxyError):
-    """No engine is known that could decode."""
+    """No known engine can decode."""
 
 
 class ClientGone(ProxyError):
-    """The client closed its connection; there is nobody left to work for."""
+    """The client has closed its connection."""

@@ -1,4 +1,4 @@
-"""What to install for a part of PDX that needs more packages: by name, because PDX itself is in no index yet."""
+"""How to install the packages of PDX's extras: by their names, because PDX itself is not in a package index yet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NAME = "pdx-transport"
 
 
 def install(extra: str) -> str:
-    """The command that installs what an extra of `pyproject.toml` names."""
+    """The command that installs the packages of an extra in `pyproject.toml`."""
     try:
         found = requires(_NAME) or []
     except PackageNotFoundError:
@@ -19,7 +19,7 @@ def install(extra: str) -> str:
 
 
 def own_version() -> str:
-    """PDX's; `unknown` where it is not installed but found by PYTHONPATH."""
+    """PDX's version; `unknown` if it is not installed but on PYTHONPATH."""
     try:
         return version(_NAME)
     except PackageNotFoundError:

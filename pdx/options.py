@@ -1,4 +1,4 @@
-"""Options said once: fields of settings with their help, from which the command line, files and docs follow."""
+"""Options: fields of settings with their help, from which command line, configuration files and docs are derived."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 class Option(NamedTuple):
-    """A field of settings that somebody may say."""
+    """A field of settings that users can set."""
 
     field: msgspec.structs.FieldInfo
     kind: msgspec.inspect.Type  # with its bounds
     help: str
     section: str  # the heading under which it is listed
-    flag: str  # its word on the command line and in TOML, without dashes
+    flag: str  # on the command line and in TOML, without leading dashes
     name: str  # in `kv_connector_extra_config`, and of the command's argument
     metavar: str
-    default: str  # what is shown in place of the field's own; empty: that one
-    for_engines: bool  # the connector takes it, and every command that starts a node
+    default: str  # shown instead of the field's default; empty: that one
+    for_engines: bool  # accepted by the connector, and by every command that starts a node
 
     @property
     def is_size(self) -> bool:
-        """Whether it is bytes, which people write with a unit."""
+        """Whether it is a number of bytes, which users write with a unit."""
         return self.metavar == "SIZE"
 
 
 def option(help: str, **facts: Any) -> Meta:
-    """Makes an option of the field that is annotated with it.
+    """An annotation that makes a field an option.
 
-    `facts` are those of `Option` that do not follow from the field's name and type; `section` and `for_engines` hold
-    for the fields that follow, too.
+    `facts` are the fields of `Option` that do not follow from the field's name and type; `section` and `for_engines`
+    apply to the following options, too.
     """
     return Meta(description=help, extra=facts)
 
 
 def shown_as(metavar: str) -> Meta:
-    """What stands for a value of this type in a help text."""
+    """An annotation with the placeholder for values of this type in help texts."""
     return Meta(extra={"metavar": metavar})
 
 
 @functools.cache
 def options_of(kind: type) -> Mapping[str, Option]:
-    """The options among the fields of `kind`, in their order, by `Option.name`."""
+    """The options among the fields of `kind`, in order, by `Option.name`."""
     found: dict[str, Option] = {}
     section, for_engines = "", False
     for field in msgspec.structs.fields(kind):
@@ -65,7 +65,7 @@ def options_of(kind: type) -> Mapping[str, Option]:
 
 
 def shown_default(each: Option) -> str:
-    """What help and docs call its default; empty: there is nothing to say."""
+    """The default as shown in help and docs; empty if none is shown."""
     value = each.field.default
     if each.default or value in ((), "", msgspec.NODEFAULT):
         return each.default
@@ -78,7 +78,7 @@ def shown_default(each: Option) -> str:
 
 
 def table(kind: type, *, flags: bool = True) -> str:
-    """The options of `kind` in Markdown, as the documents have them: by flag and `Option.name`, or by field alone."""
+    """The options of `kind` as a Markdown list for the docs: by flag and `Option.name`, or by field name only."""
     rows = []
     for name, each in options_of(kind).items():
         words = f"`--{each.flag}`" if flags else f"`{each.field.name}`"

@@ -1,1 +1,1 @@
-"""Where chunks lie: arenas, slots, layouts, keys."""
+"""Chunk memory: arenas, slots, layouts, keys, digests; no policy."""

@@ -1,4 +1,4 @@
-"""In what the layouts of two engines differ that cannot read each other's chunks, in words."""
+"""Describes how the layouts of two engines differ that cannot read each other's chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from pdx.memory.layout import group_title
 
-# What makes the fields of a layout that two engines of one model mostly differ in.
+# The setting behind each field of a layout in which two engines of one model usually differ.
 _SET_BY = {
     "backend": "--attention-backend",
     "block_tokens": "--block-size",
@@ -22,7 +22,7 @@ _SET_BY = {
 
 
 class Shaped(Protocol):
-    """An engine, as it tells of itself: the fields of its layout as text, and those of each of several cache groups."""
+    """An engine's description: the fields of its layout as text, and those of each cache group if it has several."""
 
     @property
     def shape(self) -> Mapping[str, str]: ...
@@ -32,8 +32,8 @@ class Shaped(Protocol):
 
 
 def differing(mine: Shaped, other: Shaped) -> str:
-    """The fields in which the layouts of two engines differ, with both values and what sets them; empty: in none. Those
-    of some cache groups alone have the group's name."""
+    """The fields in which the layouts of two engines differ, with both values and the settings behind them; empty if
+    there are none. Fields that differ only in some cache groups are given with the group's name."""
     groups, others = fields_of_groups(mine), fields_of_groups(other)
     if len(groups) != len(others) and mine.shape.get("stages") != other.shape.get("stages"):
         [text] = _differing(*({"stages": each.shape.get("stages", "")} for each in (mine, other)))

@@ -1,11 +1,11 @@
-"""The arena: one shared-memory file per node that its engines map, with what the node says of slots behind the data.
+"""The arena: a node's shared-memory file, mapped by its engines, with chunk data and the node's tables about slots.
 
-The file is [data][generations][filled]: one 64-bit generation and one 16-bit number of filled slices per 4 KB granule
-of data. The node alone writes both. A slot is what it was promised to be as long as the generation at its offset is the
-promised one. So an engine checks before and after a copy, without a message, that nobody took the slot away meanwhile;
-and it sees which leading slices may be read while others are still being filled.
+The file is [data][generations][filled]: a 64-bit generation and a 16-bit number of filled slices per 4 KB granule of
+data. Only the node writes these tables. A slot is valid as long as the generation at its offset is the slot's own. So
+an engine can check before and after a copy, without a message, that the slot was not taken back meanwhile; and it sees
+which leading slices may be read while others are still being filled.
 
-Where the data lies on a GPU (`pdx.cuda.arena`), the file holds these tables alone.
+If the data is on a GPU (`pdx.cuda.arena`), the file holds only the tables.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pdx.errors import ArenaTooSmall, NodeUnavailable, StaleSlot
 from pdx.memory.slot import Slot
 
 GRANULE_BYTES = 4096
-_MADV_POPULATE_WRITE = 23  # Linux 5.14: map all pages now instead of at the first touch
+_MADV_POPULATE_WRITE = 23  # Linux 5.14: map all pages now instead of at first touch
 _POPULATE_BYTES = 64 << 20
 _GENERATION_BYTES = 8
 _FILLED_BYTES = 2
-TABLE_BYTES = _GENERATION_BYTES + _FILLED_BYTES  # of the file, for each granule
-NEVER = (1 << 16) - 1  # stands for the number of filled slices where the others will never be
+TABLE_BYTES = _GENERATION_BYTES + _FILLED_BYTES  # per granule
+NEVER = (1 << 16) - 1  # in place of the number of filled slices: the rest will never be filled
 _FILL_GENERATIONS = 1 << 17
-LAST_GENERATION = (1 << 63) - 1  # the next one is 0: a message can carry no more
-FIRST_GENERATIONS = 1 << 31  # a node's generations begin at a random number below that: five bytes in a message
+LAST_GENERATION = (1 << 63) - 1  # the largest number in a message; then 0 follows
+FIRST_GENERATIONS = 1 << 31  # generations begin at a random number below this, so they take five bytes in a message
 
 
 def round_up(nbytes: int) -> int:
@@ -43,8 +43,8 @@ def round_up(nbytes: int) -> int:
 def populate_in_background(address: int, nbytes: int, owner: object) -> threading.Thread:
     """Have the kernel map [address, address + nbytes) now, in a daemon thread; `owner` keeps that memory alive.
 
-    Contents stay as they are. Anonymous memory gets huge pages where the system allows asking for them. On kernels
-    that cannot do it nothing happens: pages come at their first touch.
+    Contents do not change. Anonymous memory gets huge pages if the system allows asking for them. On kernels without
+    support this is a no-op: pages are mapped at first touch.
     """
     thread = threading.Thread(target=_populate, args=(address, nbytes, owner), name="pdx-populate", daemon=True)
     thread.start()
@@ -63,15 +63,15 @@ def _populate(address: int, nbytes: int, owner: object) -> None:
 
 
 class Arena(Closing):
-    """A mapping of a node's chunk memory. Every method but `close` may be called from any thread.
+    """A mapping of a node's chunk memory. All methods except `close` are thread-safe.
 
-    Whoever holds a view of it keeps the mapping alive; `close()` then only drops this object's own reference.
+    A view keeps the mapping alive; `close()` then only drops this object's own reference.
     """
 
     gpu: str = ""  # UUID of the GPU that has the data; empty: host memory
     address: int  # of the data, in this process
     _has_data_in_file: ClassVar[bool] = True
-    _held = -1  # descriptor of the locked file, where this process made it
+    _held = -1  # descriptor of the locked file, if this process is the node
 
     def __init__(self, path: Path, nbytes: int, *, writable_generations: bool) -> None:
         self.path = path
@@ -85,7 +85,7 @@ class Arena(Closing):
                 raise NodeUnavailable(f"{path} has {os.fstat(fd).st_size} bytes, expected {total}")
             self._table = _map_table(fd, table_bytes, total - table_bytes, writable=writable_generations)
             self._data = mmap.mmap(fd, nbytes) if self._has_data_in_file else None
-            if writable_generations:  # this process is the node: as long as it lives, `remove_left` leaves the file
+            if writable_generations:  # this is the node: while it lives, the lock protects the file from `remove_left`
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 self._held = os.dup(fd)
         finally:
@@ -103,7 +103,7 @@ class Arena(Closing):
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Arena:
-        """Make the file (mode 0600) with all its memory allocated now, and map it.
+        """Create the file (mode 0600), allocate all its memory, and map it.
 
         :raises ArenaTooSmall: the file system cannot hold it.
         """
@@ -135,7 +135,7 @@ class Arena(Closing):
 
     @staticmethod
     def remove_left(path: Path) -> None:
-        """Remove the file of an arena whose node was killed; another user's, or one that a node still has, stays."""
+        """Remove the arena file of a killed node, but not another user's, or one that a node still uses."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:  # gone meanwhile, or not this user's
@@ -151,7 +151,7 @@ class Arena(Closing):
 
     @classmethod
     def open(cls, path: Path, nbytes: int) -> Arena:
-        """Map an arena that a node made; its generations read-only.
+        """Map an arena that a node has created, with read-only tables.
 
         :raises NodeUnavailable: the file is gone (the node ended) or is not that arena.
         """
@@ -164,8 +164,8 @@ class Arena(Closing):
         return f"<{type(self).__name__} {self.path} {self.nbytes >> 20} MiB>"
 
     def begin_generations(self, base: int) -> None:
-        """Have all generations begin at `base`. For the node, before it grants a slot: with a base drawn at random no
-        slot of another epoch of the node is current in this one."""
+        """Set all generations to `base`. For the node, before it grants any slot: with a random base, no slot of an
+        earlier epoch is current in this one."""
         piece = base.to_bytes(_GENERATION_BYTES, "little") * _FILL_GENERATIONS
         table = self.generations.cast("B")
         for first in range(0, len(table), len(piece)):
@@ -173,24 +173,24 @@ class Arena(Closing):
 
     @property
     def data(self) -> memoryview:
-        """All of it, writable, without a copy. :raises LayoutError: it is on a GPU."""
+        """All the data, writable, without a copy. :raises LayoutError: it is on a GPU."""
         return self._bytes
 
     def is_current(self, slot: Slot) -> bool:
-        """Whether the slot is still what it was promised to be."""
+        """Whether the slot is still valid."""
         index, rest = divmod(slot.offset, GRANULE_BYTES)
         in_bounds = not rest and 0 < slot.nbytes <= self.nbytes - slot.offset
         return in_bounds and self.generations[index] == slot.generation
 
     def filled_slices(self, slot: Slot) -> int:
-        """How many leading slices of this slot are filled and may be read, if it `is_current` before and after this.
+        """The number of leading slices that are filled and may be read, if the slot `is_current` before and after.
 
-        :returns: `NEVER` if the others will never be.
+        :returns: `NEVER` if the rest will never be filled.
         """
         return self.filled[slot.offset // GRANULE_BYTES]
 
     def check(self, slot: Slot) -> None:
-        """:raises StaleSlot: the slot belongs to somebody else now, or never was a slot."""
+        """:raises StaleSlot: the slot was given to another owner, or never was a slot."""
         if not self.is_current(slot):
             raise StaleSlot(f"{slot} is not what it was promised to be")
 
@@ -204,9 +204,9 @@ class Arena(Closing):
         return self.data[slot.offset : slot.offset + slot.nbytes]
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes to be read by the CPU: these very bytes where they are in host memory, else a copy of them.
+        """Bytes for the CPU to read: a view if they are in host memory, else a copy.
 
-        :raises ValueError: they lie outside the arena.
+        :raises ValueError: they are outside the arena.
         :raises GpuError: they could not be copied.
         """
         check_span(offset, nbytes, self.nbytes)
@@ -215,7 +215,7 @@ class Arena(Closing):
     def populate_in_background(self) -> threading.Thread | None:
         """Map all pages into this process from a daemon thread, so that first copies run at full speed.
 
-        Memory of a GPU has no such pages: None.
+        None: the memory is a GPU's, which has no such pages.
         """
         if self._data is None:
             return None
@@ -223,7 +223,7 @@ class Arena(Closing):
         return populate_in_background(self.address, self.nbytes, anchor)
 
     def close(self) -> None:
-        """Drop this mapping; memory stays mapped as long as a view of it lives. Idempotent."""
+        """Drop this mapping; the memory stays mapped as long as it has a view. Idempotent."""
         self.generations.release()
         self.filled.release()
         held, self._held = self._held, -1
@@ -232,13 +232,13 @@ class Arena(Closing):
         if self._data is not None:
             self._bytes.release()
         for mapping in (self._table, self._data):
-            with contextlib.suppress(BufferError):  # a view is alive: the mapping goes with it
+            with contextlib.suppress(BufferError):  # a view is alive: the mapping ends with it
                 if mapping is not None:
                     mapping.close()
 
 
 def not_mapped(path: Path, error: OSError) -> NodeUnavailable:
-    """What to say where an arena cannot be mapped that a node has just told of."""
+    """The error for an arena that its node has just announced and that cannot be mapped."""
     why = str(error)
     if isinstance(error, FileNotFoundError):
         why = (
@@ -249,11 +249,11 @@ def not_mapped(path: Path, error: OSError) -> NodeUnavailable:
 
 
 def _allocate_huge(fd: int, nbytes: int, total: int) -> None:
-    """Have the kernel allocate the data of a new file in huge pages, where it gives some when it is asked.
+    """Allocate the data of a new file in huge pages, if the kernel grants them on request (a mount with `huge=advise`).
 
-    That is so where the file system is mounted with `huge=advise`. What is left is the caller's to allocate.
+    The caller allocates the rest.
 
-    A copy between such memory and a GPU, a disk that reads into it, or a copy by a CPU has fewer pages to look up.
+    With huge pages, copies to and from a GPU, disk reads and copies by the CPU have fewer pages to look up.
     """
     os.ftruncate(fd, total)
     with mmap.mmap(fd, nbytes) as data:
@@ -265,7 +265,7 @@ def _allocate_huge(fd: int, nbytes: int, total: int) -> None:
 def _map_table(fd: int, nbytes: int, offset: int, *, writable: bool) -> mmap.mmap:
     if writable:
         return mmap.mmap(fd, nbytes, offset=offset)
-    # What is mapped by a descriptor that cannot write can never be made writable, whatever the process does wrong.
+    # A mapping through a read-only descriptor can never be made writable, not even by mistake.
     read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return mmap.mmap(read_only, nbytes, prot=mmap.PROT_READ, offset=offset)

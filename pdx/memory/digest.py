@@ -1,4 +1,4 @@
-"""Digests of slices: xxh3 of 64 bits, 8 bytes each. They find bytes that changed on a wire or a disk, not an attacker.
+"""Digests of slices: 64-bit xxh3. They detect bytes that changed on a wire or a disk, not an attacker's changes.
 
 Hashing releases the GIL for all but the smallest slices.
 """
@@ -13,5 +13,5 @@ from pdx.memory.arena import Arena
 
 
 def digests(memory: Arena, spans: Iterable[tuple[int, int]]) -> bytes:
-    """One digest after the other for these (offset, bytes) of `memory`."""
+    """The concatenated digests, 8 bytes each, of these (offset, bytes) spans of `memory`."""
     return b"".join(xxhash.xxh3_64_digest(memory.read(offset, nbytes)) for offset, nbytes in spans)

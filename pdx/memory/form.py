@@ -1,7 +1,7 @@
-"""What a lossy codec must know of a slice: the type of its elements, and which of them belong to one head.
+"""Forms of approximate KV: what a lossy codec must know about a slice, its element type and which elements form a head.
 
-A form is asked for by a request, is part of the keys of its chunks, and stands in the header of each chunk that is
-stored so. Pure arithmetic, as `pdx.memory.layout`.
+A request asks for a form, which is part of its chunks' keys and in the header of each chunk stored in it. Pure
+arithmetic, like `pdx.memory.layout`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 class Loss(NamedTuple):
-    """What approximate KV may change in what follows, on average: `pdx bench quality` measures it, ADR 79 says how."""
+    """How much approximate KV may change the text after it, on average, as measured by `pdx bench quality` (ADR 79)."""
 
     perplexity: float  # at most so many times that of exact KV
-    divergence: float  # Kullback and Leibler's, at most so many nats in 1,000 tokens
-    agreement: float  # at least such a share of positions has the same most likely token
+    divergence: float  # Kullback-Leibler, at most so many nats per 1,000 tokens
+    agreement: float  # at least this share of positions has the same most likely token
 
 
 PROMISED: dict[str, Loss] = {"fp8": Loss(1.02, 10, 0.95), "int8": Loss(1.01, 2, 0.96)}
@@ -35,16 +35,16 @@ MOVED_LOSS = Loss(1.05, 40, 0.9)  # of KV at other positions (ADR 80)
 _FORM = re.compile(r"(fp8|int8):(bf16|fp16|fp32):[0-9]{1,8}(x[0-9]{1,8}){4}")
 _MAX_PAGE_BYTES = 1 << 31
 _DTYPES: dict[str, Elements] = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
-_HALVES = "CPU_ATTN"  # vLLM's backend that has all keys of a head in front of all its values, packed or not
+_HALVES = "CPU_ATTN"  # vLLM's backend that stores all keys of a head before all its values, packed or not
 
 
-MOVED = "moved"  # the form of what was loaded at other positions, and computed behind that
-APART = "\0pdx\0"  # before and behind the form of a request that is kept apart, in its cache salt
+MOVED = "moved"  # the form of KV loaded at other positions, and of KV computed after that
+APART = "\0pdx\0"  # before and after the form, in the cache salt of a request that is kept apart
 
 
 class Form(msgspec.Struct, frozen=True):
-    """A page is an array of `shape` (a, heads, b, parts, c); each head has a scale for its keys and one for its values,
-    which are the parts."""
+    """A codec and the array that a page is: `shape` is (a, heads, b, parts, c), where the parts are keys and values.
+    Each head has a scale for its keys and one for its values."""
 
     codec: LossyName
     elements: Elements
@@ -59,12 +59,11 @@ class Form(msgspec.Struct, frozen=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page that is not encoded."""
+        """Size of a page that is not encoded."""
         return math.prod(self.shape) * ELEMENT_BYTES[self.elements]
 
     @property
     def num_scales(self) -> int:
-        """Of a page."""
         return self.shape[1] * self.shape[3]
 
 
@@ -79,9 +78,9 @@ def parse_form(text: str) -> Form:
 
 
 def form_of(layout: KvLayout, codec: str) -> Form:
-    """How the chunks of a layout are stored where a request asks for this lossy codec.
+    """The form in which chunks of a layout are stored if a request asks for this lossy codec.
 
-    :raises LayoutError: there is no such codec, or the layout does not say which bytes are an element, or of a head.
+    :raises LayoutError: there is no such codec, or the layout does not say which bytes form an element or a head.
     """
     if codec not in get_args(LossyName):
         raise LayoutError(f"there is no lossy codec {codec!r}; there are {' and '.join(get_args(LossyName))}")
@@ -110,7 +109,7 @@ def form_of(layout: KvLayout, codec: str) -> Form:
 
 
 def form_of_shape(shape: Mapping[str, str], codec: str) -> Form:
-    """The same, of a layout whose fields are told as text.
+    """Like `form_of`, for a layout given by its fields as text.
 
     :raises LayoutError: see `form_of`; or fields of the layout are missing.
     """
@@ -118,7 +117,7 @@ def form_of_shape(shape: Mapping[str, str], codec: str) -> Form:
 
 
 def layout_of_shape(shape: Mapping[str, str]) -> KvLayout:
-    """The layout whose fields are told as text (`KvLayout.described`). :raises LayoutError: some are missing."""
+    """The layout with these fields as text (`KvLayout.described`). :raises LayoutError: some are missing."""
     names = KvLayout.__struct_fields__
     try:
         return msgspec.convert({name: shape[name] for name in names if name in shape}, KvLayout, strict=False)
@@ -127,17 +126,17 @@ def layout_of_shape(shape: Mapping[str, str]) -> KvLayout:
 
 
 def blended_form(share: float, lengths: Sequence[int]) -> str:
-    """The form of KV of a prompt that was blended of documents of so many tokens (`pdx.blend`)."""
+    """The form of KV of a prompt blended from documents of these lengths in tokens (`pdx.blend`)."""
     cuts = hashlib.blake2b(repr(list(lengths)).encode(), digest_size=8, person=b"pdx-blend-1").hexdigest()
     return f"blended:{share:.4f}:{cuts}"
 
 
 def apart_salt(form: str, salt: str) -> str:
-    """The cache salt of a request whose chunks are kept in this form: no client's salt is the same, but for one that
-    begins so, too, which engines therefore keep apart with an empty form."""
+    """The cache salt of a request whose chunks have this form. It differs from every client's salt: engines keep a
+    salt that begins with `APART` apart, too, with an empty form."""
     return f"{APART}{form}{APART}{salt}" if form or salt.startswith(APART) else salt
 
 
 def lossy_fingerprint(fingerprint: bytes, form: str) -> bytes:
-    """What the keys of chunks in this form are made with: never that of exact ones, nor of another form."""
+    """The fingerprint for keys of chunks in this form; it differs from that of exact chunks and of other forms."""
     return hashlib.blake2b(form.encode(), key=fingerprint, digest_size=16, person=b"pdx-form-1").digest()

@@ -1,8 +1,8 @@
-"""How a model turns its keys by their positions (rotary embedding), as far as keys can be turned on.
+"""Rotary embedding (RoPE): how a model turns its keys by position, for models whose keys can be moved.
 
-A key at position p is the key without position, each pair of elements turned by p times the pair's frequency (Su et
-al., https://arxiv.org/abs/2104.09864, section 3.2.2). Turning it by `shift` times the frequency makes it the key at
-p + shift, where frequencies do not depend on the position or the length of the prompt. Pure arithmetic.
+A key at position p is the key without position, with each pair of elements turned by p times the pair's frequency (Su
+et al., https://arxiv.org/abs/2104.09864, section 3.2.2). Turning it further by `shift` times the frequency makes it the
+key at p + shift, if frequencies depend on neither position nor prompt length. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import msgspec
 
 from pdx.errors import LayoutError
 
-# Of these models the first half of a key's rotary elements is paired with the second one, in all layers.
+# Models that pair the first half of a key's rotary elements with the second half, in all layers.
 _HALVES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2"})
-# With one of these, keys turn otherwise than what follows says: not in all layers, or by other angles.
+# With one of these, keys turn in another way: not in all layers, or by other angles.
 _OTHERWISE = ("no_rope_layers", "dual_chunk_attention_config", "rope_dim", "use_fope")
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """Pair i of a key's `2 * len(frequencies)` rotary elements is (i, i + len(frequencies)), or (2 i, 2 i + 1) where
-    they are `interleaved`; what is behind them has no position. `frequencies`: radians per position."""
+    """Pair i of a key's `2 * len(frequencies)` rotary elements is (i, i + len(frequencies)), or (2 i, 2 i + 1) if
+    `interleaved`; elements after these are not turned. `frequencies`: radians per position."""
 
     frequencies: tuple[float, ...]
     interleaved: bool = False
@@ -33,14 +33,14 @@ class Rope(msgspec.Struct, frozen=True):
         return [(2 * i, 2 * i + 1) if self.interleaved else (i, i + count) for i in range(count)]
 
     def angles(self, shift: int) -> list[float]:
-        """By what each pair is turned from a position to the one `shift` behind it, in radians."""
+        """The angle in radians by which each pair is turned to move a key `shift` positions further."""
         return [math.remainder(shift * each, math.tau) for each in self.frequencies]
 
 
 def rope_of(config: Mapping[str, Any], head_dim: int) -> Rope:
-    """Of a Hugging Face configuration, as transformers 4 or 5 writes it.
+    """The RoPE of a model, from its Hugging Face configuration as written by transformers 4 or 5.
 
-    :raises LayoutError: the keys of such a model cannot be turned, or not by what is known here.
+    :raises LayoutError: the keys of such a model cannot be turned, or it is not known how.
     """
     kind = config.get("model_type")
     if kind not in _HALVES:
@@ -74,7 +74,7 @@ def _llama3(plain: list[float], told: Mapping[str, Any], _config: Mapping[str, A
     low, high = told["low_freq_factor"], told["high_freq_factor"]
     found = []
     for each in plain:
-        turns = length * each / math.tau  # in the length that the model was trained on
+        turns = length * each / math.tau  # over the model's original context length
         share = min(1.0, max(0.0, (turns - low) / (high - low)))
         found.append(share * each + (1 - share) * each / factor)
     return found

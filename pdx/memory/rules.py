@@ -1,8 +1,8 @@
-"""Which chunks of each cache group a prompt needs, and which of its lengths can be restored: the one place that knows.
+"""Which chunks of each cache group a prompt needs, and which of its lengths can be restored; decided only here.
 
-A model's layers are in cache groups: those that attend to all tokens before them, those that attend to a window, or to
-their part of a prompt (chunked local attention), and those that keep a state. A chunk is of one group (ADR 68).
-Lengths and numbers of chunks; nothing here knows tokens, bytes or tiers.
+A model's layers form cache groups: layers that attend to all previous tokens, to a window, or to their part of the
+prompt (chunked local attention), and layers that keep a state. A chunk belongs to one group (ADR 68). Everything here
+counts in chunks; nothing knows tokens, bytes or tiers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _Chunks = Annotated[int, Meta(ge=0, le=ALL)]
 
 
 class Rule(msgspec.Struct, array_like=True, frozen=True):
-    """Of one cache group: which chunks must be there for a prompt's first chunks to be restored.
+    """The chunks of one cache group that must be there to restore a prompt's leading chunks.
 
-    Full attention needs all of them; a window the last `reach`; a state the last one alone, which is its snapshot;
-    chunked local attention those since the last multiple of `period`. A prompt whose last chunk is a tail needs that
-    one and the `tail_reach` before it.
+    Full attention needs all of them; a window the last `reach`; a state only the last one, its snapshot; chunked local
+    attention those since the last multiple of `period`. A prompt whose last chunk is a tail needs that one and the
+    `tail_reach` before it.
     """
 
     reach: _Chunks = ALL
@@ -35,7 +35,7 @@ class Rule(msgspec.Struct, array_like=True, frozen=True):
         return self.reach == ALL and not self.period
 
     def first(self, end: int, *, has_tail: bool = False) -> int:
-        """The first chunk that the leading `end` chunks need, the tail counted; `end`: none."""
+        """The first chunk needed to restore the leading `end` chunks, including the tail; `end` if none is."""
         if self.period:
             whole = end - has_tail
             return whole - whole % self.period
@@ -45,12 +45,12 @@ class Rule(msgspec.Struct, array_like=True, frozen=True):
 def lengths(
     rules: Sequence[Rule], is_there: Callable[[int, int], bool], count: int, *, has_tail: bool
 ) -> Iterator[int]:
-    """How many leading chunks of a prompt can be restored, the most first: each length but 0 whose chunks are there.
+    """The numbers of leading chunks that can be restored, except 0, the largest first.
 
-    `is_there`: of (group, chunk) whether it is. `has_tail`: the last of the `count` chunks is a tail. Each chunk is
-    asked for once at most.
+    `is_there` takes (group, chunk) and is called at most once for each. `has_tail`: the last of the `count` chunks is a
+    tail.
     """
-    # Of each group, for each number of chunks, where the run of chunks that are there begins that ends with it.
+    # starts[group][end]: where the run of present chunks begins that ends before `end`.
     starts: list[list[int]] = []
     for group in range(len(rules)):
         start, of_group = 0, [0]
@@ -67,7 +67,7 @@ def lengths(
 
 
 def needed(rules: Sequence[Rule], count: int, end: int, *, has_tail: bool) -> list[int]:
-    """What the leading `end` of `count` chunks need of each group: indices into its chunks, group behind group.
+    """The chunks that the leading `end` of `count` chunks need: indices into all groups' chunks, group after group.
 
     `has_tail`: the last of the `count` chunks is a tail.
     """

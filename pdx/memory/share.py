@@ -1,7 +1,7 @@
-"""Which shards of a chunk a rank has. A shard is a part of the heads: that of one slot, and of one file below.
+"""Which shards of a chunk a rank has. A shard is a part of the heads; each shard has its own slot, and file in a tier.
 
-How many shards a chunk has is said by its layout, not by how many ranks write it. So engines of other tensor parallel
-sizes read each other's chunks, where they cut them into as many: a rank has several of them, or several ranks one.
+The layout sets the number of shards, not the number of ranks that write them. So engines with different tensor parallel
+sizes can read each other's chunks if they use the same number: a rank has several shards, or several ranks have one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Shards [first, first + count): equal parts of the rank's heads, in their order. `writes`: of the ranks that have
-    the same heads one writes them, and all read them."""
+    """Shards [first, first + count): equal parts of the rank's heads, in order. `writes`: of the ranks with the same
+    heads, one writes them, and all read them."""
 
     first: int
     count: int
@@ -26,7 +26,7 @@ class Share:
 
     @classmethod
     def of(cls, rank: int, ranks: int, shards: int) -> Share:
-        """That of a rank. A LayoutError where a shard would be a part of two ranks' heads, or of the same ones."""
+        """The share of a rank. :raises LayoutError: neither number divides the other."""
         if shards % ranks == 0:
             count = shards // ranks
             return cls(rank * count, count)
@@ -35,5 +35,5 @@ class Share:
         raise LayoutError(f"{shards} shards of {ranks} ranks: one number has to divide the other")
 
     def among(self, shards: Sequence[_T]) -> Sequence[_T]:
-        """Of something that there is for each shard of a chunk, what the rank has."""
+        """The rank's part of a sequence with an element per shard of a chunk."""
         return shards[self.first : self.first + self.count]

@@ -1,4 +1,4 @@
-"""A place for one chunk."""
+"""Slots: room for a chunk in an arena."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Generation = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Slot(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Room for one chunk of one shard in the arena `arena` of a node: valid while `generation` stands at `offset`."""
+    """Room for one chunk of one shard in a node's arena, valid while the arena has `generation` at `offset`."""
 
     offset: Bytes
     nbytes: Bytes

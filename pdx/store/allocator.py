@@ -41,7 +41,6 @@ class Allocator:
 
     @property
     def free_bytes(self) -> int:
-        """Total size of all holes."""
         return self._free_bytes
 
     def allocate_many(self, nbytes: int, count: int) -> list[int]:

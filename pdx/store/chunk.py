@@ -41,7 +41,6 @@ class Origin(msgspec.Struct, gc=False):
 
 
 def from_node(name: str) -> Origin:
-    """The origin of chunks that this peer has written."""
     return Origin(f"node {name}", "peer")
 
 

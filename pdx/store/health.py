@@ -46,7 +46,6 @@ class Health:
 
     @property
     def takes_loads(self) -> bool:
-        """Whether loads are allowed now."""
         return not self.doubt and self._clock() >= self._reads_from
 
     def hides(self, key: bytes) -> bool:
@@ -84,7 +83,6 @@ class Health:
         return False
 
     def works(self) -> None:
-        """A call has succeeded."""
         self._errors = 0
 
     def failed(self) -> bool:
@@ -104,11 +102,9 @@ class Health:
 
     @property
     def takes_stores(self) -> bool:
-        """Whether stores are allowed now."""
         return self._is_ours and not self.doubt and self._clock() >= self._writes_from
 
     def wrote(self) -> None:
-        """A file was written."""
         self._write_errors = 0
         self._is_read_only = False
 
@@ -153,7 +149,6 @@ class Health:
         return True
 
     def probed(self, *, works: bool) -> None:
-        """A probe is over."""
         self._is_probing = False
         if works:
             self._errors = 0

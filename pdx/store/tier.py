@@ -164,12 +164,10 @@ class Tier(ABC):
 
     @cached_property
     def load_rate(self) -> Rate:
-        """The measured rate of loads."""
         return Rate()
 
     @cached_property
     def store_rate(self) -> Rate:
-        """The measured rate of stores."""
         return Rate()
 
     @cached_property

@@ -167,7 +167,6 @@ class Transfers:
         return transfer.is_near
 
     def sealed(self, chunks: Iterable[Chunk], now: float) -> None:
-        """Chunks were sealed."""
         chunks = list(chunks)
         self.filled(chunks, now)
         for chunk in chunks:

@@ -308,7 +308,6 @@ class DiskFiles(StoreTier):
         super()._ended(work)
 
     def _cleared(self, task: Task) -> None:
-        """A task that only removes files is over."""
         self._settle(task)
         self._index.leaving -= task.hold
         if task.error is not None:

@@ -90,7 +90,6 @@ class FileIndex:
             entry = entry.other
 
     def file(self, key: bytes, shard: int) -> ChunkFile | None:
-        """The file of this shard."""
         entry = self._files.get(key)
         while entry is not None and entry.shard != shard:
             entry = entry.other
