@@ -229,7 +229,7 @@ class Control:
         self._ignore_newcomers()
         is_more_to_take = False
         with self._faults.contain("letting nodes in"):
-            is_more_to_take = self._peer_socket.heed()
+            is_more_to_take = self._peer_socket.admit_waiting()
         self._loop.add_reader(self._peer_socket.fd, self._heed)
         if is_more_to_take:
             self._loop.call_later(_SOON_S, self._heed)

@@ -244,12 +244,12 @@ class TrackedRequest:
         return self.state not in (State.LEFT_OUT, State.VOID, State.LOADING_VOID)
 
     @property
-    def takes_part(self) -> bool:
+    def accepts_partial_room(self) -> bool:
         """Whether room for a part of its prompt will do."""
         return self.room_until == NO_WAIT
 
     @property
-    def stands_aside(self) -> bool:
+    def holds_no_room(self) -> bool:
         """Whether it waits for what may arrive, as decode legs do, or for room; it holds no room meanwhile."""
         if self.state is not State.WAITING:
             return False
@@ -345,7 +345,7 @@ class TrackedRequest:
         self.node = NodeState()
         self.step(Step.ASK_AGAIN)
 
-    def deal_with(self, epoch: int) -> None:
+    def adopt_epoch(self, epoch: int) -> None:
         """Deal with this life of the node from now on, and forget any other."""
         if self.node.epoch != epoch:
             self.forget_node()

@@ -422,7 +422,7 @@ class SchedulerHalf:
         if tracked is None:
             return {}
         if tracked.is_queued and self.link.connection is not None:  # a decoder may wait for it at this node
-            tracked.deal_with(self.link.connection.epoch)
+            tracked.adopt_epoch(self.link.connection.epoch)
         tracked.end()
         self._turns.remove(tracked)
         self._due.discard(request.request_id)

@@ -89,7 +89,7 @@ class StoreLookup:
         """Tell the node what a new request will want whose turn will not come soon. Never waits."""
         keys = self._keys(tracked, tracked.request.num_prompt_tokens)
         if keys:
-            tracked.deal_with(connection.epoch)
+            tracked.adopt_epoch(connection.epoch)
             tracked.node.is_expecting = True
             groups = sizes(self._groups, 0, has_room=False).get("groups", [])
             name = tracked.request.request_id[:MAX_NAME]
@@ -120,7 +120,7 @@ class StoreLookup:
         return True
 
     def _try(self, tracked: TrackedRequest, connection: Connection, step: _Question) -> None:
-        tracked.deal_with(connection.epoch)
+        tracked.adopt_epoch(connection.epoch)
         try:
             if self.is_silent(tracked, connection):
                 raise NodeError(f"the node has said nothing for {connection.silent_s():.1f} s")
@@ -155,8 +155,8 @@ class StoreLookup:
             answer = self.collect(connection, asked, Admitted, times=_patience(tracked))
         except ArenaTooSmall:
             tracked.node.asked = None
-            tracked.node.fits = not tracked.takes_part
-            if not tracked.takes_part:
+            tracked.node.fits = not tracked.accepts_partial_room
+            if not tracked.accepts_partial_room:
                 tracked.room_until = self._clock()  # waiting does not help
                 self._wait_for_room(tracked, connection)
             return
@@ -171,7 +171,7 @@ class StoreLookup:
                 self._decide(tracked, connection)
             return
         tracked.node.awaited = min(tracked.node.awaited, Awaited.TRANSFER)  # the source was asked
-        if answer.full and not tracked.takes_part:
+        if answer.full and not tracked.accepts_partial_room:
             self._wait_for_room(tracked, connection)
             return
         self._take(tracked, connection, answer, asked)
@@ -252,7 +252,7 @@ class StoreLookup:
             tracked.keys.leading(end, first),
             **sizes(self._groups, 0, has_room=True),
             shards=self._groups.num_shards,
-            partial=tracked.takes_part,
+            partial=tracked.accepts_partial_room,
             transfer=tracked.transfer if tracked.is_prefilling else None,  # which carries only the prompt
             part="writes",
             hints=tracked.hints,
@@ -282,7 +282,7 @@ class StoreLookup:
             **sizes(self._groups, tail_tokens, has_room=wants_room),
             shards=self._groups.num_shards,
             lease_s=self._config.lease_s,
-            partial=tracked.takes_part,
+            partial=tracked.accepts_partial_room,
             transfer=tracked.transfer if tracked.is_prefill or tracked.node.awaited else None,
             part=tracked.part,
             push_to=tracked.push_to if wants_room else "",

@@ -50,7 +50,7 @@ class Turns:
 
     def is_near(self, tracked: TrackedRequest, num_running: int) -> bool:
         """Whether this request, which the engine has reached, may have its turn soon."""
-        if tracked.stands_aside:
+        if tracked.holds_no_room:
             return True
         return self._passed_tokens < STEPS * self._limits.tokens and self._num_passed < self._seats(num_running)
 
@@ -67,7 +67,7 @@ class Turns:
         self._has_moved = False
         tokens, seats = 0, self._seats(num_running)
         for tracked in self._waiting:
-            if tracked.stands_aside:
+            if tracked.holds_no_room:
                 continue
             if seats <= 0 or tokens >= STEPS * self._limits.tokens:
                 return
@@ -81,7 +81,7 @@ class Turns:
 
     def _need(self, tracked: TrackedRequest) -> int:
         """The tokens of the next steps that the request takes; 0: it stands aside."""
-        if tracked.stands_aside:
+        if tracked.holds_no_room:
             return 0
         tokens = max(1, tracked.request.num_tokens - tracked.node.hits.tokens)
         most = self._limits.request_tokens

@@ -127,7 +127,7 @@ class Daemon(Closing):
             undo.callback(self._process_socket.close)
             self._own: dict[object, Callable[[], None]] = {
                 self._process_socket.socket: self._serve_burst,
-                self._process_socket.queue.fd: lambda: None,  # a process connects: `heed` has dealt with it
+                self._process_socket.queue.fd: lambda: None,  # a process connects: `admit_waiting` has dealt with it
                 self.service.sessions.fd: self._end_dead,
                 env.mailbox.fd: env.mailbox.deliver,
             }
@@ -187,7 +187,7 @@ class Daemon(Closing):
             timeout_s = min(timeout_s, max(0.0, self._next_changes - now))
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
         with self._faults.contain("letting processes in"):
-            self._process_socket.queue.heed()
+            self._process_socket.queue.admit_waiting()
         for source, _ in ready:
             with self._faults.contain("serving a socket") as failures:
                 self._serve_source(source)

@@ -61,7 +61,7 @@ class AcceptQueue:
                     time.sleep(0.0001)
             self._undo = undo.pop_all()
 
-    def heed(self) -> bool:
+    def admit_waiting(self) -> bool:
         """Admit waiting connections if there are descriptors for them; call it after any event, above all when `fd` is
         readable, which means a connection. True: ZMQ has not accepted all of them yet, so call it again soon.
 

@@ -139,11 +139,11 @@ class PeerSocket:
 
     @property
     def fd(self) -> int:
-        """The descriptor to poll, too: connections wait there for `heed`. -1: there is none."""
+        """The descriptor to poll, too: connections wait there for `admit_waiting`. -1: there is none."""
         return self._queue.fd if self._queue is not None else -1
 
-    def heed(self) -> bool:
-        return self._queue is not None and self._queue.heed()
+    def admit_waiting(self) -> bool:
+        return self._queue is not None and self._queue.admit_waiting()
 
     def answer_zap(self, socket: object) -> bool:
         """Answer ZMQ's waiting ZAP questions; False: `socket` is not the one at which ZMQ asks."""

@@ -173,7 +173,7 @@ class Roster:
     """The nodes that may be dialled and admitted. Not thread-safe, but any thread may read `listeners`."""
 
     def __init__(self, path: str, *, has_keys: bool, counters: Counter[str] | None = None) -> None:
-        """`path`: empty for no file: then the proxy's list counts (see `believe`). `counters`: see `Reread`.
+        """`path`: empty for no file: then the proxy's list counts (see `take_proxy_list`). `counters`: see `Reread`.
 
         :raises ConfigError: there are keys but no file, or the file is wrong.
         """
@@ -331,7 +331,7 @@ class Roster:
         self._set(self._reread.value)
         return True
 
-    def believe(self, entries: Iterable[PeerEntry]) -> None:
+    def take_proxy_list(self, entries: Iterable[PeerEntry]) -> None:
         """Take in the proxy's list: with a file, addresses for the file's nodes; without, the nodes of this host."""
         told = {one.name: one for one in entries if one.name and one.address and self._is_believed(one)}
         if self._file is None:

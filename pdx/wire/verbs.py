@@ -24,7 +24,7 @@ JobName = Annotated[str, Meta(max_length=320, pattern=r"^([^\n]{1,256}:[0-9a-f]+
 MAX_LISTED = 1_000
 MAX_MODELS = 256
 MAX_EVICTED = 2048  # chunks, by one message
-ANYBODY: frozenset[Kind] = frozenset({"controller", "scheduler", "client"})
+ANY_SESSION: frozenset[Kind] = frozenset({"controller", "scheduler", "client"})
 
 
 def node_of(job: str) -> str:
@@ -312,7 +312,7 @@ class Status(Verb, frozen=True):
 
     name = "health"
     answers = (NodeStatus,)
-    said_by = ANYBODY
+    said_by = ANY_SESSION
 
 
 class Why(Verb, frozen=True):
@@ -320,7 +320,7 @@ class Why(Verb, frozen=True):
 
     name = "why"
     answers = (Explained,)
-    said_by = ANYBODY
+    said_by = ANY_SESSION
     request: Name = ""
 
 
@@ -333,7 +333,7 @@ class Advise(Verb, frozen=True):
 
     name = "advise"
     answers = (Advised,)
-    said_by = ANYBODY
+    said_by = ANY_SESSION
     hints: Hints
     keys: Keys = []
     shards: ShardCount = 1

@@ -161,7 +161,7 @@ def seal(daemon, wire, key):
 
 
 def arrived(daemon):
-    wait_until(lambda: not daemon._process_socket.queue.heed() and daemon._process_socket.socket.poll(0))
+    wait_until(lambda: not daemon._process_socket.queue.admit_waiting() and daemon._process_socket.socket.poll(0))
 
 
 def attach(daemon, child):

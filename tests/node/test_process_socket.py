@@ -48,7 +48,7 @@ def dial(place):
 
 
 def receive(process_socket):
-    return wait_until(lambda: not process_socket.queue.heed() and process_socket.receive())[1][0].bytes
+    return wait_until(lambda: not process_socket.queue.admit_waiting() and process_socket.receive())[1][0].bytes
 
 
 def test_while_descriptors_are_short_who_comes_waits_and_who_is_here_is_served(
@@ -59,17 +59,17 @@ def test_while_descriptors_are_short_who_comes_waits_and_who_is_here_is_served(
     assert receive(process_socket) == b"first"
     with monkeypatch.context() as short:
         short.setattr(descriptors, "left", lambda: 10)
-        process_socket.queue.heed()
-        process_socket.queue.heed()
+        process_socket.queue.admit_waiting()
+        process_socket.queue.admit_waiting()
         second = dial()
         second.send(b"second")
         for number in range(20):
             first.send(b"again")
             assert receive(process_socket) == b"again", number
         short.setattr(descriptors, "left", descriptors.reserve)
-        process_socket.queue.heed()
+        process_socket.queue.admit_waiting()
         assert not process_socket.queue._is_open, "it opens when there are some more than it closes at"
-    process_socket.queue.heed()
+    process_socket.queue.admit_waiting()
     assert receive(process_socket) == b"second"
     assert counters["descriptors_short"] == 1
 
@@ -81,10 +81,10 @@ def test_a_connection_wakes_whoever_polls(process_socket, dial, monkeypatch):
     assert not select.select([process_socket.queue.fd], [], [], 0)[0], "ZMQ took it"
     with monkeypatch.context() as short:
         short.setattr(descriptors, "left", lambda: 0)
-        process_socket.queue.heed()
+        process_socket.queue.admit_waiting()
         second = dial()
         wait_until(lambda: select.select([process_socket.queue.fd], [], [], 0)[0])
-        process_socket.queue.heed()
+        process_socket.queue.admit_waiting()
         assert not select.select([process_socket.queue.fd], [], [], 0)[0], "it was turned away"
         second.close()
 
@@ -103,8 +103,8 @@ def test_zmq_takes_nobody_whom_the_control_loop_has_not_let_in(process_socket, d
             assert wait_until(process_socket.receive)[1][0].bytes == b"again", number
         assert descriptors.left() == before
         assert select.select([process_socket.queue.fd], [], [], 0)[0]
-        process_socket.queue.heed()
-        wait_until(lambda: not process_socket.queue.heed() and descriptors.left() == before - 20)
+        process_socket.queue.admit_waiting()
+        wait_until(lambda: not process_socket.queue.admit_waiting() and descriptors.left() == before - 20)
 
 
 def test_who_found_the_queue_of_before_does_not_wait_in_it(process_socket, dial, place):
@@ -113,7 +113,7 @@ def test_who_found_the_queue_of_before_does_not_wait_in_it(process_socket, dial,
     try:
         dial().send(b"x")
         assert receive(process_socket) == b"x"
-        wait_until(lambda: not process_socket.queue.heed())
+        wait_until(lambda: not process_socket.queue.admit_waiting())
         with socket.socket(socket.AF_UNIX) as late, pytest.raises(ConnectionRefusedError):
             late.connect(f"/proc/self/fd/{before}")
     finally:
@@ -127,7 +127,7 @@ def test_a_path_that_cannot_be_renewed_turns_away_who_waits(process_socket, dial
     with monkeypatch.context() as full:
         full.setattr(Path, "rename", no_space)
         with pytest.raises(OSError, match="no space"):
-            process_socket.queue.heed()
+            process_socket.queue.admit_waiting()
     assert receive(process_socket) == b"x"
 
 

@@ -213,8 +213,8 @@ def test_a_node_may_have_two_keys_and_nobody_else(write):
 
 def test_a_list_of_the_proxy_replaces_the_one_before():
     roster = Roster("", has_keys=False)
-    roster.believe([PeerEntry("a", "tcp://127.0.0.1:1"), PeerEntry("b", "ipc:///b")])
-    roster.believe([PeerEntry("b", "ipc:///b2"), PeerEntry("", "ipc:///c"), PeerEntry("d", "")])
+    roster.take_proxy_list([PeerEntry("a", "tcp://127.0.0.1:1"), PeerEntry("b", "ipc:///b")])
+    roster.take_proxy_list([PeerEntry("b", "ipc:///b2"), PeerEntry("", "ipc:///c"), PeerEntry("d", "")])
     assert roster.entry("b").address == "ipc:///b2"
     for name in ("a", "", "d"):
         with pytest.raises(PeerUnknown):
@@ -299,9 +299,9 @@ def test_where_the_file_has_no_address_a_cluster_or_a_proxy_says_it(left_out):
     assert left_out.entry("b").address == "tcp://10.0.0.2:7700", "the file decides"
     assert sorted(left_out.names) == ["a", "b"]
     assert left_out.proxies == [], "none of its names"
-    left_out.believe([PeerEntry("a", "tcp://10.0.0.8:1", KEYS[0]), PeerEntry("stranger", "tcp://10.0.0.8:2")])
+    left_out.take_proxy_list([PeerEntry("a", "tcp://10.0.0.8:1", KEYS[0]), PeerEntry("stranger", "tcp://10.0.0.8:2")])
     assert left_out.entry("a").address == "tcp://10.0.0.8:1", "it says so itself, and now"
-    left_out.believe([PeerEntry("a", "tcp://10.0.0.7:1", KEYS[2])])
+    left_out.take_proxy_list([PeerEntry("a", "tcp://10.0.0.7:1", KEYS[2])])
     assert left_out.entry("a").address == "tcp://10.0.0.9:1", "with another key it is another one"
     left_out.find(Found())
     assert left_out.entry("a").address == "tcp://10.0.0.9:1", "a cluster that names nobody errs, or the node is gone"
@@ -327,7 +327,7 @@ def test_of_what_a_cluster_says_only_what_changed_is_looked_at(write):
 )
 def test_an_address_that_is_found_is_an_ip_address_and_a_port(left_out, address):
     left_out.find(Found({"a": address}, {"p": address}, is_assigned=True))
-    left_out.believe([PeerEntry("a", address)])
+    left_out.take_proxy_list([PeerEntry("a", address)])
     assert (left_out.names, left_out.proxies, left_out.host_of("a")) == (["b"], [], "")
 
 
@@ -370,7 +370,7 @@ def test_a_connection_outlives_an_address_that_was_found_and_not_a_key(left_out,
 def test_the_word_of_a_cluster_for_a_host_counts_only_where_it_gives_out_addresses(left_out):
     assert (left_out.host_of("a"), left_out.host_of("b"), left_out.host_of("c")) == ("", "10.0.0.2", "")
     found = {"a": "tcp://10.0.0.9:1", "b": "tcp://10.0.0.9:1", "c": "tcp://10.0.0.9:1"}
-    left_out.believe([PeerEntry("a", "tcp://10.0.0.8:1", KEYS[0])])
+    left_out.take_proxy_list([PeerEntry("a", "tcp://10.0.0.8:1", KEYS[0])])
     left_out.find(Found(found))
     assert left_out.host_of("a") == "", "a node that says where it is may say anything"
     for each in (Found(found, is_assigned=True), Found(is_assigned=True)):

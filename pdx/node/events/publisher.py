@@ -197,7 +197,7 @@ class Publisher:
         """One round of the thread; returns whether there was a batch."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        self.sockets.heed()
+        self.sockets.admit_waiting()
         with contextlib.suppress(zmq.Again):
             for _ in range(_BURST):
                 self._note_subscription(self.sockets.pub.recv(zmq.NOBLOCK))
@@ -399,7 +399,7 @@ class EventSockets:
         both = (self.router, self._gate.socket if self._gate is not None else None)
         return [self.pub, *(each for each in both if each is not None)]
 
-    def heed(self) -> None:
+    def admit_waiting(self) -> None:
         """Admit readers. If a key is revoked, drop all connections: admitted readers dial again and catch up."""
         if self._gate is None:
             return

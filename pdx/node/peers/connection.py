@@ -135,7 +135,7 @@ class PeerConnection:
 
     # ---- for `Connections` ------------------------------------------------------------------
 
-    def is_of(self, word: Hello | Welcome) -> None:
+    def set_identity(self, word: Hello | Welcome) -> None:
         """Note who the peer says it is."""
         self.epoch, self.host, self.pid = word.epoch, word.host, word.pid
 

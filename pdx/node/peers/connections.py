@@ -189,7 +189,7 @@ class Connections:
 
     def told(self, entries: list[PeerEntry]) -> None:
         """Take in the proxy's list of nodes, trusted as far as `pdx.security.roster` says."""
-        self.roster.believe(entries)
+        self.roster.take_proxy_list(entries)
         self._forget_strangers()
 
     # ---- the loop ---------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Connections:
     def _heed(self) -> None:
         if self._peer_socket is not None:
             with self._env.faults.contain("letting peers in"):
-                self._peer_socket.heed()
+                self._peer_socket.admit_waiting()
 
     # ---- messages ---------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ class Connections:
         if peer.state is ConnectionState.READY:  # it dialled, and now says where it may be written
             self._node.invited(peer, welcome, schemes)
             return
-        peer.is_of(welcome)
+        peer.set_identity(welcome)
         self._begin_life(peer.name, welcome.epoch, welcome.host)
         peer.stand()
         self._node.invited(peer, welcome, schemes)
@@ -363,7 +363,7 @@ class Connections:
     def _open(self, arrival: Arrival, seq: int, hello: Hello, schemes: list[str], said: int) -> None:
         peer = self._new(hello.name, self._listening.router, arrival.route, said=said)
         peer.key = arrival.key
-        peer.is_of(hello)
+        peer.set_identity(hello)
         peer.take(PeerFrame(seq, 0, hello))
         self._by_route[arrival.route] = peer
         self._node.greeted(peer, schemes)
