@@ -1,6 +1,6 @@
 """KV pages on a CPU as rows: 2-D views [num_pages, page_bytes / 16] of 16-byte elements.
 
-torch copies its widest dtype fastest; complex128 is that dtype, nothing here is a number.
+torch copies its widest dtype fastest, which is complex128; the elements are only bytes, not numbers.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _copy_tiles(
         at_slice = place + layer * layer_bytes + part * (PIECE_WORDS * 8)
         engine = at_engine.to(tl.pointer_type(tl.int64))[:, None] + column[None, :]
         slice_ = at_slice.to(tl.pointer_type(tl.int64))[:, None] + column[None, :]
-        # What the tables hold is divisible by 16; the compiler cannot know and would copy 8 bytes at a time.
+        # All numbers in the tables are divisible by 16; unless told, the compiler copies 8 bytes at a time.
         engine = tl.multiple_of(tl.max_contiguous(engine, [1, COLUMNS]), [1, 16])
         slice_ = tl.multiple_of(tl.max_contiguous(slice_, [1, COLUMNS]), [1, 16])
         mask = is_piece[:, None]

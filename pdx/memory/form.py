@@ -1,4 +1,4 @@
-"""Forms of approximate KV: what a lossy codec must know about a slice, its element type and which elements form a head.
+"""Forms of approximate KV: the codec, and what that must know of a slice: its element type, and how heads lie in it.
 
 A request asks for a form, which is part of its chunks' keys and in the header of each chunk stored in it. Pure
 arithmetic, like `pdx.memory.layout`.

@@ -39,7 +39,7 @@ def short_key(fingerprint: bytes, block_hash: bytes) -> bytes:
 
 
 def root_key(fingerprint: bytes) -> bytes:
-    """The key that stands before the first chunk of every prompt."""
+    """The key that counts as the predecessor of every prompt's first chunk."""
     return _digest(b"pdx-root-1", fingerprint)
 
 

@@ -1,6 +1,6 @@
 """A best-fit allocator of slots in an arena. It computes offsets only and never touches the memory.
 
-Best fit with coalescing of neighbours: Knuth, The Art of Computer Programming, volume 1, section 2.5.
+Best fit with coalescing of neighbors: Knuth, The Art of Computer Programming, volume 1, section 2.5.
 """
 
 from __future__ import annotations

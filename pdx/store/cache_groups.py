@@ -1,4 +1,4 @@
-"""Prompts with several cache groups: what can be restored, what may be waited for, and room for the rest.
+"""Prompts with several cache groups: which length can be restored, what to wait for, and room for the rest.
 
 The keys of all groups are one list, group after group, with the same number of keys each; the rules are in
 `pdx.memory.rules`. Each call looks up each of its keys at most a few times.
@@ -72,9 +72,9 @@ def whole(wanted: Wanted) -> Wanted:
 
 
 def goals(store: Store, wanted: Wanted, hits: int, may_come: Callable[[bytes], bool]) -> Iterator[Goal]:
-    """What the prompt may wait for, the longest first, each length above `hits` once: the whole prompt; else the length
-    to which the groups that need all of their chunks are here or `may_come`; else the length for which all groups'
-    chunks are here or `may_come`, by what is known now.
+    """Goals for the lengths worth waiting for, longest first and each above `hits` once: the whole prompt; the length
+    up to which the groups that need all of their chunks have them here, or they `may_come`; and the length for which
+    this holds in all groups.
     """
     rules, keys, shards, arenas = wanted.rules, wanted.keys, wanted.shards, wanted.arenas
     count = len(keys) // len(rules)
@@ -86,7 +86,7 @@ def goals(store: Store, wanted: Wanted, hits: int, may_come: Callable[[bytes], b
         wants = [(keys[at], is_here(at)) for at in needed(rules, count, length, has_tail=wanted.has_tail)]
         present = [key for key, here in wants if here]
         missing = [key for key, here in wants if not here]
-        if arenas:  # first what another arena has, because it can be copied at once; the rest is in tiers below
+        if arenas:  # first chunks of other arenas, because they can be copied at once; the rest is in tiers below
             missing.sort(key=lambda key: store.index.anywhere(key, shards, arenas) is None)
         return Goal(present + missing, len(present), (length - hits) / max(1, len(missing)))
 
@@ -124,7 +124,7 @@ def _reserve(store: Store, claims: Sequence[Claim]) -> tuple[list[list[int]], li
     if is_full and not claims[0].partial:
         return [[] for _ in claims], [[] for _ in claims], True
     slots, fits = _take(store, claims, wanted, end)
-    if fits < end:  # there are bytes enough, but scattered
+    if fits < end:  # enough bytes, but fragmented
         is_full, first = True, min(indices[0] for indices in wanted if indices)
         while fits <= first < end - 1 and claims[0].partial:  # not even the first fits: try half as many
             _cut(store, claims, slots, [0] * len(claims))

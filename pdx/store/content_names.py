@@ -3,7 +3,7 @@
 A chunk's key covers all tokens up to its end. Here the chunk has a second name, which covers its own tokens alone; by
 that a prompt finds chunks whose prefix it does not share: of a conversation that was cut or reordered. A result is a
 hint: whether a chunk is there, and in which tier, is looked up by its key as always. The names are neither stored nor
-told to other nodes: they are lost with this node, and told again when requests ask for room again.
+sent to other nodes: they are lost with this node, until requests ask for room again.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class ContentNames:
         return self._records.get(key)
 
     def alike(self, scope: bytes, ids: bytes, first: int, count: int) -> tuple[list[bytes], int]:
-        """Keys of chunks with exactly tokens [first, first + count) of `ids`, those computed unmoved first, then the
-        newest first; and the number of tokens compared."""
+        """Keys of chunks with exactly tokens [first, first + count) of `ids`, moved ones last, otherwise the newest
+        first; and the number of tokens compared."""
         start = first * TOKEN_BYTES
         known = self._named.get(self.name(scope, ids[start : start + min(count, NAME_TOKENS) * TOKEN_BYTES]))
         if known is None:

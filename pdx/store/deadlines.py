@@ -13,7 +13,7 @@ _SPARE = 64  # stale times that the heap may hold, beyond one per time in use, b
 
 
 class Deadlines(Generic[What]):
-    """Deadlines of hashable members. The cost of a call depends on what it adds or takes, not on how many wait."""
+    """Deadlines of hashable members. The cost of a call depends on what it adds or takes, not on how many there are."""
 
     def __init__(self) -> None:
         self._due: dict[float, dict[What, None]] = {}  # deadline -> members

@@ -199,7 +199,7 @@ class Quota(Generic[E]):
     """Tracks, per cache salt, its most recently used chunks up to `most_bytes` in all.
 
     The salt's other chunks are over the quota: they are evicted first (`pdx.store.eviction`), but only when room is
-    needed. Chunks without a salt are not counted. A call costs what it returns, and searches in sorted lists. Owned by
+    needed. Chunks without a salt are not counted. A call takes searches in sorted lists, for what it returns. Owned by
     the control loop.
     """
 

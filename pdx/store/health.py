@@ -61,7 +61,6 @@ class Health:
         return "could not read its file a moment ago" if self.hides(key) else ""
 
     def read(self, key: bytes, shard: int) -> None:
-        """A file was read."""
         self._num_read += 1
         of_key = self._unread.get(key, {})
         of_key.pop(shard, None)

@@ -87,7 +87,7 @@ class Demotions:
         if any(chunk.is_kept for chunk in chunks):
             return False
         is_wanted = key in self._store.wanted
-        if is_wanted or not all(chunk.is_evictable for chunk in chunks):  # waiting, filling and reading do not count
+        if is_wanted or not all(chunk.is_evictable for chunk in chunks):  # this time does not count
             demoted.until = self._clock() + self._within_s
             return False
         below = self._tiers.storing.below(chunks[0])
@@ -109,7 +109,7 @@ class Demotions:
 
 
 class Ends:
-    """Keys whose chunks have a time to live (`Hints.ttl_s`). Owned by the control loop; a call costs what it names.
+    """Keys whose chunks have a time to live (`Hints.ttl_s`). Owned by the control loop; calls are linear in their keys.
 
     Of several requests that use a chunk, the longest time counts: a request without an end removes the end, and a
     chunk used without an end does not get one later. Ends do not survive the node.

@@ -59,7 +59,7 @@ class Gone(msgspec.Struct, frozen=True, gc=False):
 
 
 class History:
-    """The keys that went last, with the reason. Owned by the control loop; a call costs what it names."""
+    """The keys that went last, with the reasons. Owned by the control loop; calls are linear in their keys."""
 
     def __init__(self) -> None:
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()

@@ -12,7 +12,7 @@ from pdx.store.slot_pool import SlotPool
 
 
 class TenantLeases:
-    """The leases of all tenants. Owned by the control loop; a call costs what it names.
+    """The leases of all tenants. Owned by the control loop; calls are linear in their chunks.
 
     A tenant is the digest of a cache salt; all requests without one are the same tenant. The leases of one tenant keep
     at most `share` of each arena, those of all tenants at most `kept_share`, and together with pins at most that share

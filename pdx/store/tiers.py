@@ -1,7 +1,7 @@
 """A node's tiers other than peers, and where missing chunks are loaded from.
 
 A chunk that is missing where a session wants it comes from another arena, or from the first tier below that has it.
-What is stored there, and when, is in `pdx.store.storing`. No sockets, no threads, no I/O here.
+`pdx.store.storing` decides what is stored there, and when. No sockets, no threads, no I/O here.
 
 The tiers below are grouped into levels, the fastest first. A level has one tier, or several of a kind, such as disks,
 each of which has its part of the chunks.
@@ -102,7 +102,7 @@ class Tiers(TierHost):
     def is_used(self, key: bytes) -> bool:
         return any(chunk.is_found for chunk in self._store.index.of(key))
 
-    # ---- what queued requests will use ------------------------------------------------------
+    # ---- queued requests --------------------------------------------------------------------
 
     def want(self, keys: Sequence[bytes], number: int) -> None:
         """Like `Store.want`, but for tiers, too, which evict wanted chunks last."""

@@ -1,4 +1,4 @@
-"""The transfers that a node knows: what each still waits for, at which pace it is filled, and whether it was given up.
+"""The transfers that a node knows: their pending slots, the pace of filling, and whether they were given up.
 
 A transfer is one prefill-to-decode handoff. While it is under way, a decoder that asks for its chunks before they are
 sealed is told to ask again.
@@ -58,7 +58,7 @@ class Transfer(msgspec.Struct):
 
 
 class Transfers:
-    """All transfers that a node knows. Owned by its control loop; a call costs what it changes or returns.
+    """All transfers that a node knows. Owned by its control loop; a call's cost depends on what it changes or returns.
 
     If one source makes more than `MAX_TRANSFERS` known, its oldest is forgotten; a request that waits for that one
     computes its chunks.

@@ -46,7 +46,7 @@ def codec_of(name: str) -> Codec:
         from pdx.store.codecs.lossless import Lossless
 
         return Lossless()
-    form = parse_form(name)  # before anything is imported for it
+    form = parse_form(name)  # first, so that a bad name imports nothing
     from pdx.store.codecs.lossy import Lossy
 
     return Lossy(form)

@@ -2,7 +2,7 @@
 
     piece: bytes per element (1), 0: as it is │ for each plane: its bytes (4) │ the planes │ an incomplete element
 
-Plane i has byte i of every element. A plane that does not shrink is stored as it is, which its size tells. The element
+Plane i has byte i of every element. A plane that does not shrink is stored as it is, as its size shows. The element
 size is found by trying, so that the caller need not know what the bytes mean. ADR 53 has the measurements.
 """
 

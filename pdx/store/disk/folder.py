@@ -310,8 +310,8 @@ def _listed(folder: str, is_over: Over, block_bytes: int) -> tuple[list[tuple[in
 
 
 def salvage(entry: os.DirEntry[str], folder: str, block_bytes: int) -> tuple[int, ChunkFile | Useless]:
-    """When a file of an earlier node was last used (ns since the epoch), and what it is. An unusable one is removed,
-    unless it is foreign.
+    """The last use (ns since the epoch) of an earlier node's file, and the file. An unusable one is removed, unless it
+    is foreign.
 
     :raises FileNotFoundError: it is gone.
     """

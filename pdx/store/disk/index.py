@@ -38,7 +38,7 @@ class FileEntry(Evictable, eq=False, gc=False):
 
 
 class FileIndex:
-    """The files of one disk. Owned by the control loop. A call costs what it names, and what `EvictionOrder` takes.
+    """The files of one disk. Owned by the control loop. A call's cost is linear in its keys, times `EvictionOrder`'s.
 
     The bytes that may be on the disk never exceed the cap. Files count from the start of writing until they are
     removed; so do files that can be neither found nor removed.

@@ -19,7 +19,7 @@ PARKED = 2  # may not, but the eviction policy has not been told
 
 
 class Keep(msgspec.Struct, frozen=True, gc=False):
-    """What holds one chunk, or ends it."""
+    """The reasons to keep one chunk, and its expiry."""
 
     pins: int = 0
     expected_at: float = 0.0  # when a request expects to want it again (`Hints.reuse_s`); 0: not said

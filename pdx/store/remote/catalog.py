@@ -75,7 +75,7 @@ class Catalog:
         self._sought: dict[bytes, Question] = {}  # key -> its pending question
         self._failed = 0.0, ""  # until when, and how, to explain misses by the last failed question
 
-    # ---- what is known ----------------------------------------------------------------------
+    # ---- known keys -------------------------------------------------------------------------
 
     def of(self, key: bytes, shards: int) -> Known | None:
         known = self._known.get(key)

@@ -84,7 +84,7 @@ class RemoteTier(StoreTier):
         health = self._health
         return TierStatus(self.name, self._backend.place, state=health.text or "ok", is_up=not health.doubt)
 
-    # ---- whether it answers -----------------------------------------------------------------
+    # ---- health -----------------------------------------------------------------------------
 
     def _answers(self) -> bool:
         """Whether the store may be used now. After a pause this starts a probe."""
@@ -120,7 +120,7 @@ class RemoteTier(StoreTier):
         self._end_if_paused()
         self._backend.connect(1)
 
-    # ---- what is there ----------------------------------------------------------------------
+    # ---- lookups ----------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         found: list[Held] = []
