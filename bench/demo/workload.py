@@ -1,4 +1,4 @@
-"""What the demo asks: cold prompts of four lengths, a conversation's second turn, and eight at once."""
+"""The demo's requests: cold prompts of four lengths, a conversation's second turn, and eight at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from pdx.bench.harness import ask
 
-CHANGED_AT = 5  # of prompts of the tiny model that differ in one early token
+CHANGED_AT = 5  # for the tiny model's prompts that differ in one early token
 TEXT = """the cache moves while layers are still being computed and every token of a prompt is needed for the next one
 so nothing may be lost on its way from the engine that reads to the one that writes"""
 FIRST, SECOND = "first turn (chat)", "second turn (chat)"
@@ -18,7 +18,7 @@ FIRST, SECOND = "first turn (chat)", "second turn (chat)"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, ready to be posted to any OpenAI server of its model. `question`: shown with its answer."""
+    """One request, ready for any OpenAI server of its model. `question`: shown with its answer."""
 
     name: str
     path: str
@@ -26,23 +26,24 @@ class Request:
     question: str = ""
 
     def is_whole(self, output_tokens: int) -> bool:
-        """Whether an answer of so many tokens is one."""
+        """Whether an answer has the full length."""
         return output_tokens == self.body["max_tokens"] or (output_tokens > 0 and not self.body["ignore_eos"])
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests to one model. `kv_bytes`: of a token, in float32."""
+    """The requests to one model. `kv_bytes`: per token, in float32."""
 
     model: str
     kv_bytes: int
-    cold: list[tuple[Request, Request]]  # each with one of which a little is changed, and so the answer
+    cold: list[tuple[Request, Request]]  # each with a variant in which a small change affects the answer
     first: Request
-    follow_up: str  # what the user says then
+    follow_up: str  # what the user says in the second turn
     together: list[Request]
 
     def rounds(self, answers: dict[str, str], *, with_changed: bool = False) -> Iterator[list[Request]]:
-        """What is sent together. `answers` must have the first turn's when the second one is asked for."""
+        """Groups of requests to send at the same time. `answers` must have the first turn's answer before the second
+        turn."""
         for request, changed in self.cold:
             yield [request]
             if with_changed:
@@ -52,7 +53,7 @@ class Workload:
         yield self.together
 
     def second_turn(self, answer: str) -> Request:
-        """The conversation goes on after the first turn's `answer`."""
+        """The conversation's second turn, after the first turn's `answer`."""
         body = dict(self.first.body)
         said = [("assistant", answer), ("user", self.follow_up)]
         body["messages"] = [*body["messages"], *({"role": role, "content": text} for role, text in said)]
@@ -65,7 +66,7 @@ def completion(name: str, prompt: str, model: str = "tiny", tokens: int = 48) ->
 
 
 def chat(name: str, says: str, model: str = "tiny", tokens: int = 48, question: str = "") -> Request:
-    """Answer it greedily; what answers a `question` ends where the model ends it."""
+    """Answer greedily; the answer to a `question` ends where the model ends it."""
     body = ask.completion(model, "", tokens)
     del body["prompt"]
     body |= {"messages": [{"role": "user", "content": says}], "ignore_eos": not question}
@@ -73,7 +74,7 @@ def chat(name: str, says: str, model: str = "tiny", tokens: int = 48, question: 
 
 
 def tiny() -> Workload:
-    """Of the model with random weights, to which one character is one token, both ways."""
+    """For the model with random weights, whose tokens are single characters."""
     cold = [(f"{length:,} tokens", words(length, seed=length)) for length in (40, 300, 1000, 4000)]
     shared = words(600, seed=3)
     prompts = [shared + words(150 * n, seed=10 + n) for n in range(1, 5)]
@@ -107,7 +108,7 @@ LAST_LINE = "This page was written by"
 
 
 def smollm2() -> Workload:
-    """Questions about pages of Python's own documentation, which each Python brings."""
+    """Questions about pages of the documentation that comes with Python."""
     pages = {
         "a line": "",
         "a page": topics["assert"],
@@ -131,14 +132,14 @@ def smollm2() -> Workload:
 
 
 def signed(name: str, page: str, author: str) -> Request:
-    """A page that says who wrote it some way before its end, where its reader has to know it."""
+    """A page that names its author some way before its end, where its reader has to find it."""
     cut = max(0, page.rfind("\n\n", 0, -800))  # a paragraph's end
     text = f"{page[:cut]}\n\n{LAST_LINE} {author}.\n\n{page[cut:].strip()}\n\n{LAST_LINE}"
     return replace(completion(name, text, "smollm2", 24), question=LAST_LINE)
 
 
 def asked(name: str, page: str, question: str) -> Request:
-    """A question behind a page."""
+    """A page followed by a question."""
     return chat(name, f"{topics[page]}\n\n{question}", "smollm2", 64, question)
 
 

@@ -1,4 +1,4 @@
-"""One streamed completion as a client sees it: the text, and when each part of it came."""
+"""One streamed completion as seen by a client: the text, and when each part of it arrived."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAX_WORDS = 500  # of a refusal that are kept
 
 
 class AskFailed(RuntimeError):
-    """A server refused, broke off, or answered with something else than was asked for; the text holds its words."""
+    """A server refused, disconnected, or answered with something other than requested; the message has its words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back. Times are at the client; `sent_ns` is CLOCK_MONOTONIC, as the moments of proxies are."""
+    """An answer. Times are the client's; `sent_ns` is CLOCK_MONOTONIC, like the proxy's moments."""
 
     text: str
     ttft_ms: float
@@ -37,13 +37,13 @@ class Answer:
     prompt_tokens: int
     output_tokens: int
     sent_ns: int
-    token_ids: list[int] = field(default_factory=list)  # of the answer; empty where they were not asked for
+    token_ids: list[int] = field(default_factory=list)  # of the answer; empty unless requested
 
 
 def completion(
     model: str, prompt: str | Sequence[int], output_tokens: int, *, wants_ids: bool = False
 ) -> dict[str, Any]:
-    """The body of a greedy completion of exactly `output_tokens`, streamed; with `wants_ids`, as token ids, too."""
+    """The body of a greedy, streamed completion of exactly `output_tokens`; with `wants_ids`, including token ids."""
     return {
         **({"return_token_ids": True} if wants_ids else {}),
         "model": model,
@@ -57,10 +57,10 @@ def completion(
 
 
 def session() -> aiohttp.ClientSession:
-    """For any number of requests at once. To be made inside the loop that uses it.
+    """A session for any number of concurrent requests. Create it inside the event loop that uses it.
 
-    Every request has a connection of its own: one that was kept could be closed by its server between two turns, and
-    the request sent on it would be lost.
+    Every request has its own connection: a server could close a kept one between two turns, and the request sent on it
+    would be lost.
     """
     timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -72,7 +72,7 @@ async def ask(
 ) -> Answer:
     """Post `body` to `url` as `request_id`, and read its stream to the end.
 
-    :raises AskFailed: no connection, an error in place of the answer or inside it, a stream without an end.
+    :raises AskFailed: no connection, an error instead of or inside the answer, or a truncated stream.
     """
     payload = json.dumps(body).encode()
     headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
@@ -91,7 +91,7 @@ async def ask(
 
 
 async def at_once(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """What all of them return; if one fails, the others are given up."""
+    """All results; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -102,12 +102,12 @@ async def at_once(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 class _Stream:
-    """Puts an answer together."""
+    """Assembles an answer."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
         self._token_ids: list[int] = []
-        self._came_ns: list[int] = []  # of each event that has text or tokens
+        self._came_ns: list[int] = []  # arrival of each event that has text or tokens
         self._end_ns = 0
         self._usage: dict[str, Any] | None = None
         self._is_done = False
@@ -153,7 +153,7 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each server-sent event, wherever the bytes were cut on their way."""
+    """The data of each server-sent event, however the bytes were split in transit."""
     splitter = EventSplitter()
     async for part in response.content.iter_any():
         for event in splitter.feed(part):

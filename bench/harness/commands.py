@@ -1,4 +1,4 @@
-"""`pdx bench proxy` and `transfer`: what is asked for, and how a bench of several steps is carried out."""
+"""`pdx bench proxy` and `transfer`: their options, and how a bench of several steps runs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from pdx.transports.registry import schemes
 if TYPE_CHECKING:
     from pdx.bench.channels.measure import Row
 
-INTERRUPTED = 130  # as a shell shows SIGINT
+INTERRUPTED = 130  # as a shell reports SIGINT
 MODES = ("forward", "sampled")
 _json = option("--json", "as_json", is_flag=True, help="Print the JSON in place of the tables.")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A part of a bench: gives figures, and may put more into the run's details. Others of a `group` of which one
-    failed are left out."""
+    """A part of a bench: returns figures, and may add to the run's details. If a step of a `group` fails, the rest of
+    the group is skipped."""
 
     name: str
     call: Callable[[], Iterable[Figure]]
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(slots=True)
 class Run:
-    """What was measured so far; in a file whenever that has become more. `missing`: what was not, and why."""
+    """What was measured so far, saved to a file whenever there is more. `missing`: what was not measured, and why."""
 
     file: ResultFile
     details: dict[str, Any]
@@ -53,15 +53,15 @@ class Run:
     is_complete: bool = False
 
     def save(self) -> str:
-        """What is in the file now. :raises OSError: it cannot be written."""
+        """Save the current state. :raises OSError: the file cannot be written."""
         more = {"missing": self.missing, "is_complete": self.is_complete}
         details: dict[str, Any] = msgspec.to_builtins({**self.details, **more})
         return self.file.write(self.figures, details)
 
     def carry_out(self, steps: Sequence[Step], *, as_json: bool) -> None:
-        """Take all steps, and show what came of them. A step that fails is named, and the others go on.
+        """Run all steps and show the results. A failed step is named, and the others continue.
 
-        Ends this process with a status other than 0 where that was interrupted or gave nothing.
+        Exits with a status other than 0 if it was interrupted or measured nothing.
         """
         try:
             self.save()
@@ -113,13 +113,13 @@ class Run:
 @option("--out", default="pdx-bench", type=FOLDER, help="Folder for proxy.json.")
 @_json
 def proxy(out: Path, as_json: bool, **settings: Any) -> None:
-    """Ask stand-in engines directly and through `pdx proxy`, in turns.
+    """Query stand-in engines directly and through `pdx proxy`, alternately.
 
-    The engines compute nothing and answer at a fixed pace, so that what is added is the proxy and the HTTP of a second
-    leg: to the first token, between tokens, and in CPU time. What is exposed is the time between prefill's end and the
-    first token. All requests are streamed: completions in mode forward, chats in mode sampled. No node is needed.
+    The engines compute nothing and answer at a fixed pace, so the difference is the proxy's and the second leg's HTTP:
+    to the first token, between tokens, and in CPU time. Also measured is the time between prefill's end and the first
+    token. All requests are streamed: completions in mode forward, chats in mode sampled. No node is needed.
 
-    Ctrl-C ends it and keeps what was measured (exit status 130).
+    Ctrl-C stops it and keeps what was measured (exit status 130).
     """
     from pdx.bench.proxy.run import steps_of
     from pdx.bench.proxy.stage import stage
@@ -172,12 +172,12 @@ def transfer(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Measure every channel between two processes of this machine, by message size, beside memcpy.
+    """Measure every channel between two processes of this machine, by message size, compared with memcpy.
 
-    Both sides walk through more memory than caches hold; that all bytes arrive is seen first. A channel and the
-    technology under it are timed in the same rounds. Ctrl-C keeps what was measured (exit status 130).
+    Both sides cycle through more memory than caches hold; first, all bytes are verified to arrive. A channel and the
+    technology it uses are timed in the same rounds. Ctrl-C keeps what was measured (exit status 130).
 
-    Exit status 1: nothing was measured, a channel broke, or one that was named with --channel was not measured.
+    Exit status 1: nothing was measured, a channel failed, or a channel named with --channel was not measured.
     """
     check_channels(channels)
     try:
@@ -219,7 +219,7 @@ def transfer(
         run.carry_out([*steps, Step("goals", lambda: goals(rows)), Step("picture", picture)], as_json=as_json)
     finally:
         if rows and not run.is_complete:
-            with contextlib.suppress(ConfigError):  # there is no matplotlib
+            with contextlib.suppress(ConfigError):  # without matplotlib
                 picture("INTERRUPTED: only what was measured until then. ")
     has_failed = broken or run.missing.keys() & set(channels)
     sys.exit(1 if has_failed or not {row.scheme for row in rows} - {MEMCPY} else 0)

@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM end a measurement, leave no process of it behind, and keep what was measured.
+"""SIGINT and SIGTERM end a measurement, leave none of its processes behind, and keep what was measured.
 
-For the main thread, but for `run`.
+For the main thread, except `run`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """A context in which the first of these signals raises KeyboardInterrupt; later ones must not disturb the end."""
+    """A context in which the first of these signals raises KeyboardInterrupt; later ones do not disturb the cleanup."""
 
     def __init__(self) -> None:
         self._came = False
@@ -41,11 +41,11 @@ class Interrupts:
 
 
 def run(coroutine: Coroutine[Any, Any, _T], *, by: Callable[[Coroutine[Any, Any, _T]], _T] = asyncio.run) -> _T:
-    """`by(coroutine)` within `Interrupts`: a signal cancels the coroutine, and takes its effect when `by` has returned.
+    """Run `by(coroutine)` within `Interrupts`: a signal cancels the coroutine, and takes effect when `by` has returned.
 
-    Raised inside a loop, KeyboardInterrupt comes out of it a second time while its tasks are cancelled, and leaves the
-    loop open; so it does while the loop is made. Signals are handled by the main thread only: in any other one this is
-    just `by(coroutine)`.
+    A KeyboardInterrupt raised inside an event loop would be raised a second time while its tasks are cancelled, and
+    leave the loop open; the same while the loop is created. Only the main thread handles signals: in any other thread
+    this is just `by(coroutine)`.
     """
     if threading.current_thread() is not threading.main_thread():
         return by(coroutine)
@@ -53,7 +53,7 @@ def run(coroutine: Coroutine[Any, Any, _T], *, by: Callable[[Coroutine[Any, Any,
 
     def cancel() -> None:
         for task in running:
-            task.get_loop().call_soon_threadsafe(task.cancel)  # which also wakes a loop that waits for sockets
+            task.get_loop().call_soon_threadsafe(task.cancel)  # this also wakes a loop that waits for sockets
 
     with undisturbed(cancel) as came:
 
@@ -73,9 +73,9 @@ def run(coroutine: Coroutine[Any, Any, _T], *, by: Callable[[Coroutine[Any, Any,
 
 @contextlib.contextmanager
 def whole(context: AbstractContextManager[_T]) -> Iterator[_T]:
-    """`context`, entered and left undisturbed: a signal in the middle of a start would leave a process behind.
+    """Enter and leave `context` undisturbed: a signal during its start would leave a process behind.
 
-    Signals take effect right after, so `context` must have deadlines of its own.
+    Signals take effect right afterwards, so `context` must have its own deadlines.
     """
     stack = ExitStack()
     try:
@@ -89,9 +89,9 @@ def whole(context: AbstractContextManager[_T]) -> Iterator[_T]:
 
 @contextlib.contextmanager
 def undisturbed(first: Callable[[], object] = lambda: None) -> Iterator[list[int]]:
-    """Signals take effect when this context ends: what is in it must have deadlines of its own.
+    """Signals take effect when this context ends: its body must have its own deadlines.
 
-    Yields the signals that came so far; `first` is called at the first of them.
+    Yields the signals received so far; `first` is called on the first of them.
     """
     came: list[int] = []
 
@@ -117,9 +117,9 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
 
 
 class Steps(Shown):
-    """A context that a measurement runs in. SIGINT and SIGTERM end it without an error; `was_interrupted` tells.
+    """A context for a measurement. SIGINT and SIGTERM end it without an error; see `was_interrupted`.
 
-    To be used by the main thread.
+    For the main thread.
     """
 
     def __init__(self, total: int) -> None:

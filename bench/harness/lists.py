@@ -1,4 +1,4 @@
-"""Lists: types of options that are written with commas, and turns."""
+"""Comma-separated lists as option types, and the order of turns."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _P = TypeVar("_P")
 
 
 def listed(one: Callable[[str], object]) -> Callable[[Any], tuple[Any, ...]]:
-    """A type for click: what is between the commas, each once and in that order; an empty text is an empty list.
+    """A type for click: comma-separated values, without duplicates, in order; an empty text is an empty list.
 
-    `one` makes a value from a word; the message of its ConfigError or ValueError is for the user.
+    `one` converts a word; the message of its ConfigError or ValueError is shown to the user.
     """
 
     def list_(value: Any) -> tuple[Any, ...]:
-        if isinstance(value, tuple):  # click may convert what it has converted
+        if isinstance(value, tuple):  # click may convert a value twice
             return value
         words = value.split(",") if value.strip() else []
         try:
@@ -28,12 +28,12 @@ def listed(one: Callable[[str], object]) -> Callable[[Any], tuple[Any, ...]]:
         except (ConfigError, ValueError) as error:
             raise click.BadParameter(str(error)) from error
 
-    list_.__name__ = "list"  # what the help says
+    list_.__name__ = "list"  # shown in help
     return list_
 
 
 def counts(least: int = 1) -> Callable[[Any], tuple[int, ...]]:
-    """A type for click: whole numbers of at least `least`, such as 1,8,64."""
+    """A type for click: integers of at least `least`, such as 1,8,64."""
 
     def one(word: str) -> int:
         if not word.isdecimal() or int(word) < least:
@@ -49,8 +49,8 @@ NAMES, BYTE_SIZES = listed(str), listed(parse_bytes)  # such as shm,tcp and 64Ki
 def in_turns(
     rounds: int, points: Sequence[_P], names: Sequence[str], *, all_at_once: bool
 ) -> Iterator[tuple[int, _P, str]]:
-    """(round, point, name) of all. If all systems run at the same time they take turns within each point, each
-    beginning as often; otherwise within each round, so that none is started more often than rounds need."""
+    """All combinations of (round, point, name). If all systems run at the same time, they take turns within each point,
+    each starting equally often; otherwise within each round, so that no system is started more often than necessary."""
     for round_ in range(rounds):
         if all_at_once:
             for index, point in enumerate(points):

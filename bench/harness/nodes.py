@@ -1,4 +1,4 @@
-"""Processes of the benches: a node and who asks it, two nodes that know each other, programs of the benches."""
+"""Processes of the benches: a node and its client, two connected nodes, and helper programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pdx.wire.messages import VERSION, Admit, Admitted, Answer, Ask, Fill, Hello
 ATTACH_S = 20.0
 LINK_S = 10.0
 ANSWER_S = 60.0
-TO = "b"  # the name of the node that is pushed to
+TO = "b"  # the name of the node that receives pushes
 
 
 def why_not(scheme: str) -> str:
@@ -37,7 +37,7 @@ def why_not(scheme: str) -> str:
 
 @contextlib.contextmanager
 def nodes(names: Sequence[str], **settings: Any) -> Iterator[list[str]]:
-    """Addresses of nodes of these names, which know each other; they end with this context."""
+    """Addresses of nodes with these names, which know each other; they end with this context."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdx-bench-")))
         addresses = [f"ipc://{folder}/{name}.sock" for name in names]
@@ -60,7 +60,7 @@ def one_node(arena_bytes: int, **settings: Any) -> Iterator[str]:
 
 
 class Asking:
-    """A client on the engines' own connection, and how long each answer took that was timed."""
+    """A client using the engines' own connection, with the duration of each timed answer."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -70,7 +70,7 @@ class Asking:
         return self._connection.call(body, ANSWER_S)
 
     def timed(self, name: str, body: Ask) -> Answer:
-        """The same; notes the time."""
+        """Same as an untimed call, but records the time."""
         start_at = time.perf_counter()
         answer = self.call(body)
         self.times.setdefault(name, []).append(time.perf_counter() - start_at)
@@ -82,7 +82,7 @@ class Asking:
         return answer
 
     def seal(self, keys: list[bytes], chunk_bytes: int, layers: int = 1) -> None:
-        """Put chunks under these keys. :raises RuntimeError: there is no room for all of them."""
+        """Seal chunks under these keys. :raises RuntimeError: there is not enough room for all of them."""
         reserved = self.admit("", Admit(keys, chunk_bytes, layers))
         if len(reserved.granted) != len(keys):
             raise RuntimeError(f"the node has no room for {len(keys):,} chunks: {reserved}")
@@ -100,7 +100,7 @@ def asking(address: str) -> Iterator[Asking]:
 
 @contextlib.contextmanager
 def node_pair(scheme: str, arena_bytes: int, **settings: Any) -> Iterator[tuple[Node, Node]]:
-    """A node and its peer `TO`, linked over `scheme`; both end with this context."""
+    """A node and its peer `TO`, connected by `scheme`; both end with this context."""
     more = {"arena_bytes": arena_bytes, "channels": [scheme], **settings}
     with contextlib.ExitStack() as stack:
         addresses = stack.enter_context(nodes(("a", TO), **more))
@@ -110,7 +110,7 @@ def node_pair(scheme: str, arena_bytes: int, **settings: Any) -> Iterator[tuple[
 
 
 def _warm(a: Node, b: Node, scheme: str) -> None:
-    """The first push connects."""
+    """Connect by a first push."""
     with a.reserve("warm", 1 << 20, push_to=TO) as chunk:
         chunk.seal()
     wait_until(lambda: b.lookup(["warm"]) == 1, f"a first push over {scheme}: {a.status().peers}", LINK_S)
@@ -131,8 +131,8 @@ TIMEOUT_S = 20.0
 
 
 class Child:
-    """A program of the benches in a process of its own: `python -m module`. It works as long as its standard input is
-    open, and says lines of JSON."""
+    """A helper program in its own process: `python -m module`. It runs while its standard input is open, and prints
+    lines of JSON."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._module = module
@@ -145,13 +145,13 @@ class Child:
         )
 
     def tell(self, value: Any) -> None:
-        """One line of JSON to it."""
+        """Send it one line of JSON."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()
 
     def heard(self) -> Any:
-        """What it says next. :raises RuntimeError: it has ended."""
+        """Its next line. :raises RuntimeError: it has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -159,13 +159,13 @@ class Child:
         return json.loads(line)
 
     def last(self) -> Any:
-        """What it says when its standard input has ended."""
+        """Its output after its standard input is closed."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.heard()
 
     def close(self) -> None:
-        """Close its pipes and wait until it is gone; what does not end by itself is killed. Idempotent."""
+        """Close its pipes and wait for its end; kill it if it does not end by itself. Idempotent."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):

@@ -1,6 +1,6 @@
-"""How all pictures of the benches look: a sheet of axes, and a colour for each system, channel and part.
+"""The common style of all plots: a sheet of axes, and a color for each system, channel and part.
 
-matplotlib is imported when a sheet is made, and never its pyplot, which would keep global state.
+matplotlib is imported when a sheet is created; pyplot is never used, because it has global state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdx.extras import install
 
 WIDTH_IN = 10.0
 SMALL_PT = 8.0
-# What is between a request's arrival and the decode engine's first token.
+# The parts between a request's arrival and the decode engine's first token.
 PARTS = {
     "queue": "#C7C7C7",
     "prefill": "#8CC8EC",
@@ -25,7 +25,7 @@ PARTS = {
     "rest": "#7A7A7A",
     "first_decode": "#009E73",
 }
-# In the order in which systems always stand; colours of families, told apart by people who do not see all of them.
+# Systems in their fixed order; colors of families, distinguishable with color vision deficiency.
 FAMILIES = {
     "pdx": ("#0072B2", "#00A6D6", "#2B3A8C", "#56B4E9", "#1F6F8B", "#6A75B8", "#004F7A", "#7FB6D9"),
     "nixl": ("#D55E00", "#F0A070", "#E69F00"),
@@ -35,7 +35,7 @@ FAMILIES = {
 
 
 def looks(names: Collection[str]) -> dict[str, dict[str, str]]:
-    """Colour and dashes of each line, in the order in which systems stand: PDX, pairs, engines that keep KV, others."""
+    """Color and dashes of each line, in the fixed order of systems: PDX, pairs, engines that keep KV, others."""
     found: dict[str, dict[str, str]] = {}
     for family, colours in FAMILIES.items():
         own = sorted(name for name in names if name.startswith(family) and name not in found)
@@ -46,7 +46,7 @@ def looks(names: Collection[str]) -> dict[str, dict[str, str]]:
 
 
 def require_matplotlib() -> None:
-    """Before anything is measured that shall be drawn. :raises ConfigError: it is not installed."""
+    """Call before measuring anything that will be plotted. :raises ConfigError: matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -54,10 +54,10 @@ def require_matplotlib() -> None:
 
 
 class Sheet:
-    """One picture: a grid of axes with a title above and small print below."""
+    """One picture: a grid of axes with a title above and a note below."""
 
     def __init__(self, title: str, heights: Sequence[float], *, columns: int = 1, widths: Sequence[float] = ()) -> None:
-        """`heights`: of the rows, in inches; `widths`: of the columns, as shares."""
+        """`heights`: of the rows, in inches; `widths`: of the columns, relative."""
         require_matplotlib()
         from matplotlib.figure import Figure
 
@@ -80,7 +80,7 @@ class Sheet:
         return axes
 
     def save(self, path: Path, note: str = "", *, one_legend: bool = False) -> Path:
-        """As a PNG, whole or not at all; axes that show nothing are left out. `one_legend`: of all, beside them."""
+        """Save as a PNG, atomically; empty axes are omitted. `one_legend`: a common legend beside all axes."""
         if one_legend:
             pairs = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in self.axes.flat)
             named = {label: handle for each in pairs for handle, label in each}
@@ -99,7 +99,7 @@ class Sheet:
 
 
 def powers_of_two(axes: Any, values: Collection[int], named: Any = str) -> None:
-    """A logarithmic x axis with a tick for some of these."""
+    """A logarithmic x axis with ticks at some of these."""
     shown = sorted(values)
     axes.set_xscale("log", base=2)
     axes.set_xticks(shown[:: -(-len(shown) // 8)], [named(each) for each in shown[:: -(-len(shown) // 8)]])
@@ -107,7 +107,7 @@ def powers_of_two(axes: Any, values: Collection[int], named: Any = str) -> None:
 
 
 def on_machine(machine: Mapping[str, Any]) -> str:
-    """One line about the machine, as `pdx.bench.harness.report.machine` describes it."""
+    """One line about the machine, as described by `pdx.bench.harness.report.machine`."""
     parts = [f"{machine['cpus']} × {machine['cpu']}"] if {"cpu", "cpus"} <= machine.keys() else []
     parts += [str(machine[key]) for key in ("gpu", "date") if machine.get(key)]
     versions = machine.get("versions") or {}

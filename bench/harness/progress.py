@@ -1,4 +1,4 @@
-"""How far a measurement is: a bar on a terminal, lines elsewhere."""
+"""Progress of a measurement: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-SPEED_S = 3600.0  # the time that is left is guessed from this long a stretch of the past
+SPEED_S = 3600.0  # the remaining time is estimated from the last stretch of this length
 
 
 class Shown:
-    """A context in which a bar is on standard error, if that is a terminal; standard output has nothing but results.
+    """A context that shows a progress bar on standard error, if that is a terminal; standard output has only results.
 
-    For one thread. Amounts are of work, in no unit. The bar is drawn only when something is told: a thread that draws
-    would take time from what is measured.
+    For one thread. Amounts of work have no unit. The bar is redrawn only on calls: a drawing thread would take CPU time
+    from the measurement.
     """
 
     def __init__(self, total: float | None = None) -> None:
@@ -48,14 +48,14 @@ class Shown:
             self.note(what)
 
     def done(self, amount: float, line: str = "") -> None:
-        """It is done, and this came of it."""
+        """Record finished work and its result."""
         self._bar.update(self._task, advance=amount)
         self._bar.refresh()
         if line:
             self.note(line)
 
     def note(self, line: str) -> None:
-        """A line that stays, with the time since the start."""
+        """Print a permanent line with the time since the start."""
         self.say(f"[{time.monotonic() - self._started_at:6.0f} s] {line}")
 
     def say(self, line: str) -> None:
@@ -63,7 +63,7 @@ class Shown:
         self._bar.console.file.flush()
 
     def stop(self) -> None:
-        """The bar is gone. Idempotent."""
+        """Remove the bar. Idempotent."""
         self._bar.stop()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Prompts of an exact length that no cache has seen: the same ones for every system, other ones in every run."""
+"""Prompts of an exact length that no cache has seen: equal for all systems, different in every run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
 
 class Prompts:
-    """For one model. With the tiny one a prompt is a text, one character a token; with others a list of token ids.
+    """Prompts for one model. For the tiny model a prompt is text with one token per character; for others, a list of
+    token ids.
 
-    `salt` makes the prompts of a run its own. Not shared between threads.
+    `salt` makes the prompts specific to a run. Not shared between threads.
     """
 
     def __init__(self, config: dict[str, Any] | None, salt: str | None = None) -> None:
@@ -31,7 +32,7 @@ class Prompts:
         return cls(None if is_tiny else text_config(model))
 
     def make(self, tokens: int, name: object) -> str | list[int]:
-        """The prompt of this length and name; two names have nothing in common, not even the first block."""
+        """The prompt of this length and name; prompts of different names do not even share their first block."""
         draw = random.Random(f"{self._salt} {tokens} {name}")
         if self._vocabulary is None:
             return "".join(draw.choices(LETTERS, k=tokens))
@@ -40,17 +41,17 @@ class Prompts:
 
 
 def text_config(model: Path) -> dict[str, Any]:
-    """A model's configuration as Hugging Face has it; of its text part, where there are several."""
+    """A model's configuration in Hugging Face format; the text part's, if there are several."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     text: dict[str, Any] = config.get("text_config", config)
     return text
 
 
-Body = tuple[str, dict[str, Any]]  # request id, and what is posted
+Body = tuple[str, dict[str, Any]]  # request id, and body
 
 
 class Bodies:
-    """Of one run. State: how many were made."""
+    """The request bodies of one run. Its state is the number created."""
 
     def __init__(self, prompts: Prompts, model: str, output_tokens: int) -> None:
         self._prompts = prompts
@@ -68,13 +69,13 @@ class Bodies:
 
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
-CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 128, 16  # vLLM's, unless a flag says otherwise
+CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 128, 16  # vLLM's defaults
 
 
 def model_facts(model: Path, name: str, flags: Sequence[str], *, is_on_gpu: bool) -> dict[str, Any]:
-    """As `records.Result.model` has them.
+    """The model as described in `records.Result.model`.
 
-    :raises ConfigError: no such model in this folder, or one whose KV cache is not plain keys and values.
+    :raises ConfigError: the folder has no such model, or its KV cache is not plain keys and values.
     """
     try:
         config = text_config(model)

