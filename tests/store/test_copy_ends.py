@@ -100,6 +100,7 @@ def do(stage, slots, verb, one, two):
             stage.way.is_usable = one
             if one:
                 stage.copies.ready(stage.way)
+                stage.copies.pump()
 
 
 def check(stage, slots):
