@@ -1,7 +1,7 @@
-"""Each channel against the technology under it, called directly, for `pdx bench transfer`.
+"""Compares each channel with the technology it uses, called directly, for `pdx bench transfer`.
 
-Messages go from one process to another, one and many in flight. Both sides walk through the same two pieces of shared
-memory, larger than caches; both are timed in the same rounds, one after the other.
+Messages go from one process to another, one or many in flight. Both sides cycle through the same two pieces of shared
+memory, which are larger than caches; both are timed in the same rounds, one after the other.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfe
 from pdx.transports.registry import find
 
 MIB = 1 << 20
-PASS_BYTES = 128 * MIB  # in one measurement, unless that would be more than
+PASS_BYTES = 128 * MIB  # per measurement, unless one message needs more
 PASS_MESSAGES = 1024
 GOAL = 0.9
-CHECKED = 4 * MIB  # bytes of a message when it is seen that all bytes arrive
-LARGE = 1 * MIB  # goals hold from here on
+CHECKED = 4 * MIB  # message size for verifying that all bytes arrive
+LARGE = 1 * MIB  # goals apply from this size on
 NOTIFY = b"bench"
-POLL_S = 0.0002  # between looks at what does not wake us
-MEMCPY = "memcpy"  # where a scheme is named: no channel, to compare with
+POLL_S = 0.0002  # between polls of whatever cannot wake this process
+MEMCPY = "memcpy"  # used in place of a scheme: not a channel, for comparison
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured case; rates in GB/s of bytes sent, medians. None: the raw technology was not measured."""
+    """One measured case; median rates in GB/s of bytes sent. None: the raw technology was not measured."""
 
     scheme: str
     nbytes: int
     in_flight: int
     raw_gb_s: float | None
     gb_s: float
-    ratio: float | None  # ours / raw, median over the rounds
+    ratio: float | None  # channel / raw, median over the rounds
 
     @property
     def us_per_message(self) -> float:
@@ -53,8 +53,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is measured. `ring`: bytes that each side walks through, a multiple of `CHECKED`; a size times the messages
-    in flight must fit in."""
+    """What is measured. `ring`: bytes that each side cycles through, a multiple of `CHECKED`; all messages in flight
+    must fit."""
 
     sizes: tuple[int, ...]
     depths: tuple[int, ...]
@@ -64,12 +64,12 @@ class Options:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """(size, in flight) in the order in which they are measured."""
+        """Pairs of size and number in flight, in the order of measurement."""
         return [(size, depth) for depth in self.depths for size in self.sizes]
 
 
 class Sender:
-    """Our channel as `Raw.send` has the raw one."""
+    """Drives a channel like `Raw.send` drives a raw technology."""
 
     def __init__(self, region: type[Region], file: SharedFile) -> None:
         self._woken = threading.Event()
@@ -81,7 +81,7 @@ class Sender:
         self._channel = self.region.connect(remote)
 
     def send(self, flow: Flow) -> None:
-        """All messages; returns when all are acknowledged."""
+        """Send all messages; returns when all are acknowledged."""
         assert self._channel is not None
         write = self._channel.write
         flow.carry_out(self._ring, lambda offset: write([Piece(offset, offset, flow.nbytes)], NOTIFY), self._finish)
@@ -98,7 +98,7 @@ class Sender:
 
 
 class Walk:
-    """Hands out flows that go on where the last one ended."""
+    """Creates flows, each continuing where the last one ended."""
 
     def __init__(self, nbytes: int, depth: int, ring: int) -> None:
         self.count = max(depth, min(PASS_MESSAGES, PASS_BYTES // nbytes))
@@ -108,7 +108,7 @@ class Walk:
         self._used = ring - ring % nbytes
 
     def __call__(self, send: Callable[[Flow], None]) -> Callable[[], None]:
-        """Send the next flow so."""
+        """Send the next flow with `send`."""
 
         def call() -> None:
             flow = Flow(self._at, self.nbytes, self.count, self._depth)
@@ -119,7 +119,7 @@ class Walk:
 
 
 def check(send: Callable[[Flow], None], source: SharedFile, target: SharedFile, what: str) -> None:
-    """A pass over everything must make the two memories equal."""
+    """Send everything once; the two memories must be equal afterwards."""
     target.array[:] = 0
     send(Flow(0, CHECKED, target.memory.nbytes // CHECKED, 4))
     if not numpy.array_equal(source.array, target.array):
@@ -127,9 +127,10 @@ def check(send: Callable[[Flow], None], source: SharedFile, target: SharedFile, 
 
 
 def measure_scheme(scheme: str, options: Options, folder: Path, on_row: Callable[[Row], None]) -> None:
-    """All cases of one channel, each told as soon as it is measured. `folder`, in /dev/shm, is the caller's to remove.
+    """Measure all cases of one channel, reporting each as soon as it is done. `folder`, in /dev/shm, is removed by the
+    caller.
 
-    The raw technology is measured where there is one of that name. That all bytes arrive is seen first.
+    The raw technology is measured if there is one of that name. First, all bytes are verified to arrive.
 
     :raises ChannelUnavailable: it does not work here.
     """
@@ -158,7 +159,7 @@ def measure_scheme(scheme: str, options: Options, folder: Path, on_row: Callable
 
 
 def measure_memcpy(options: Options, folder: Path, on_row: Callable[[Row], None]) -> None:
-    """One thread copies from one such memory to another, message by message: no channel does that with less."""
+    """One thread copies from one such memory to the other, message by message: the least that any channel has to do."""
     source, target = (SharedFile(folder / name, options.ring) for name in ("source", "target"))
 
     def copy(flow: Flow) -> None:
@@ -183,7 +184,7 @@ def _row(scheme: str, sender: Sender, raw: Raw | None, walk: Walk, depth: int, r
 
 
 def goals(rows: list[Row]) -> list[Figure]:
-    """The medians over the large sizes, of channels that were measured beside what is under them."""
+    """Medians over the large sizes, of channels measured together with their technology."""
     found = []
     for scheme, depth in dict.fromkeys((row.scheme, row.in_flight) for row in rows):
         of_case = [row for row in rows if (row.scheme, row.in_flight) == (scheme, depth) and row.nbytes >= LARGE]

@@ -1,4 +1,4 @@
-"""GB/s of each channel over the size of a message, and how long one message takes."""
+"""GB/s of each channel by message size, and the duration of one message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#8C3A6B", "#D55E00", "#5
 
 
 def draw(rows: Sequence[Row], path: Path, machine: Mapping[str, Any], note: str = "") -> Path | None:
-    """None: there are no rows. Ours solid, the technology called directly dashed."""
+    """None: there are no rows. Channels are solid lines, technologies called directly dashed."""
     if not rows:
         return None
     depths = sorted({row.in_flight for row in rows if row.scheme != MEMCPY}) or [1]
@@ -50,5 +50,5 @@ def draw(rows: Sequence[Row], path: Path, machine: Mapping[str, Any], note: str 
 
 
 def size_text(nbytes: int) -> str:
-    """With a binary unit, without a zero behind the point."""
+    """A size with a binary unit, without a trailing zero."""
     return size(nbytes).replace(".0 ", " ")

@@ -1,7 +1,7 @@
-"""Technologies under channels, called directly and as fast as they go: what `pdx.bench.channels` compares with.
+"""The technologies that channels use, called directly and as fast as possible: the reference of `pdx.bench.channels`.
 
-Each has a receiver (`listen`, `take`) in one process and a sender (`connect`, `send`) in another. Nobody checks a
-bound, keeps a session or survives an error here.
+Each has a receiver (`listen`, `take`) in one process and a sender (`connect`, `send`) in another. None checks bounds,
+keeps sessions or survives errors.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ NIXL_DELAY_US = 1000
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """`count` messages of `nbytes`, `depth` in flight, from offset `first` of both memories on and around their end.
+    """`count` messages of `nbytes`, `depth` in flight, starting at offset `first` of both memories and wrapping around.
 
-    `first` is a multiple of `nbytes`; what is left behind the last whole message of a memory is not used.
+    `first` is a multiple of `nbytes`; the remainder after the last whole message of a memory is not used.
     """
 
     first: int
@@ -45,12 +45,13 @@ class Flow:
     depth: int
 
     def offsets(self, ring: int) -> Iterator[int]:
-        """Of the messages, in memories of `ring` bytes."""
+        """Offsets of the messages, in memories of `ring` bytes."""
         used = ring - ring % self.nbytes
         return ((self.first + index * self.nbytes) % used for index in range(self.count))
 
     def carry_out(self, ring: int, begin: Callable[[int], Begun], finish: Callable[[Begun], object]) -> None:
-        """Begin a message at each offset, and finish the oldest one whenever `depth` are in flight, and all."""
+        """Start a message at each offset, finishing the oldest whenever `depth` are in flight, and all of them at the
+        end."""
         under_way: deque[Begun] = deque()
         for offset in self.offsets(ring):
             under_way.append(begin(offset))
@@ -61,14 +62,14 @@ class Flow:
 
 
 class SharedFile:
-    """A file in /dev/shm, mapped and touched; its maker removes it."""
+    """A mapped file in /dev/shm with all pages touched; its creator removes it."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         with path.open("r+b" if path.exists() else "w+b") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
             self.view = memoryview(mmap.mmap(file.fileno(), nbytes))
         self.array = numpy.frombuffer(self.view, dtype=numpy.uint8)
-        self.array[::4096] |= 0  # so that no page is first touched while the time is taken
+        self.array[::4096] |= 0  # so that no page is touched for the first time while timing
         self.memory = Memory(self.view, path)
 
 
@@ -82,26 +83,26 @@ class Raw(ABC):
 
     @abstractmethod
     def listen(self) -> bytes:
-        """Begin to receive; what the sender needs."""
+        """Start receiving; returns what the sender needs."""
 
     @abstractmethod
     def connect(self, detail: bytes) -> None:
-        """To a receiver."""
+        """Connect to a receiver."""
 
     @abstractmethod
     def send(self, flow: Flow) -> None:
-        """All messages; returns when their bytes are in the receiver's memory."""
+        """Send all messages; returns when their bytes are in the receiver's memory."""
 
     def take(self) -> None:  # noqa: B027
-        """Take in what the receiver was notified of, where the technology has notifications."""
+        """Process notifications at the receiver, if the technology has any."""
 
     @abstractmethod
     def close(self) -> None:
-        """End this end."""
+        """Close this end."""
 
 
 class RawShm(Raw):
-    """memcpy from the sender's mapping to one of the receiver's file, by as many threads as our channel has."""
+    """memcpy from the sender's mapping to one of the receiver's file, with as many threads as the channel uses."""
 
     scheme = "shm"
     threads: ClassVar[int] = 2
@@ -131,8 +132,8 @@ class RawShm(Raw):
 
 
 class RawTcp(Raw):
-    """One stream: `sendall`, and `recv_into` of whole messages. One in flight: each is answered with a byte. Many: the
-    sender does not wait, so the kernel's buffers are full; the answer comes behind the last."""
+    """One stream: `sendall`, and `recv_into` of whole messages. With one in flight, each is answered by a byte. With
+    many, the sender does not wait, so the kernel's buffers are full; the answer follows the last message."""
 
     scheme = "tcp"
     _HEAD = struct.Struct("!QQQQ")
@@ -184,9 +185,8 @@ class RawTcp(Raw):
 class RawNixl(Raw):
     """Write requests of one descriptor with a notification. The sender polls without a pause.
 
-    A process can load one wheel only: the one that our channel has chosen. NIXL's own thread is told to sleep until it
-    is woken: with NIXL's default it spins, which on a machine with few cores takes one from the copying and makes
-    everything slower.
+    A process can load only one wheel: the one chosen by the channel. NIXL's own thread is configured to sleep until
+    woken: by default it spins, which on a machine with few cores takes one from the copying and slows everything down.
     """
 
     scheme = "nixl"

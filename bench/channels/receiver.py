@@ -1,8 +1,8 @@
-"""The receiving process of the channel benches: one region of ours and the raw technology on the same memory.
+"""The receiving process of the channel benches: a region of the channel and the raw technology on the same memory.
 
     python -m pdx.bench.channels.receiver SCHEME FILE BYTES
 
-It says on standard output what a sender needs, and serves until its standard input ends. `Receiver` is the sender's
+It prints what a sender needs on standard output, and serves until its standard input ends. `Receiver` is the sender's
 view of it.
 """
 
@@ -25,11 +25,11 @@ from pdx.bench.harness.nodes import Child
 from pdx.transports.channel import TOKEN_BYTES, RemoteRegion
 from pdx.transports.registry import find
 
-TURN_MS = 1  # between looks at what cannot wake us
+TURN_MS = 1  # between polls of what cannot wake this process
 
 
 class WakeFd(threading.Event):
-    """The `wake` of a region, for a loop that polls `fd`."""
+    """A region's `wake`, for a loop that polls `fd`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Receiver:
 
 
 def serve(scheme: str, path: Path, nbytes: int) -> None:
-    """Receive until standard input ends. There is no raw technology under a channel of another package."""
+    """Receive until standard input ends. A channel of another package has no raw technology."""
     file = SharedFile(path, nbytes)
     wake = WakeFd()
     region = find(scheme).register(file.memory, wake=wake)

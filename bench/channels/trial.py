@@ -1,4 +1,4 @@
-"""One channel measured in a process of its own, because libraries of channels may hang, crash or not bear each other.
+"""Measures one channel in a separate process, because channel libraries may hang, crash or conflict with each other.
 
     python -m pdx.bench.channels.trial FOLDER SCHEME OPTIONS    prints rows as lines of JSON until its input ends
 
@@ -29,7 +29,7 @@ from pdx.errors import ChannelBroken, ChannelUnavailable, ConfigError
 from pdx.transports.registry import FOR_GPUS, find
 
 SHM = Path("/dev/shm")
-SPARE_BYTES = 8 << 20  # of /dev/shm, for what libraries put there
+SPARE_BYTES = 8 << 20  # of /dev/shm, for files of libraries
 TIMEOUT_S = 120.0  # for one row
 MAX_CASES = 16  # sizes, and numbers in flight
 
@@ -48,9 +48,9 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
 
 
 def options(sizes: Sequence[int], depths: Sequence[int], repeats: int, *, has_raw: bool, ring: int) -> Options:
-    """Each once, ascending; `ring` rounded up to what can be compared.
+    """Sorted, without duplicates; `ring` rounded up so that all cases can be compared.
 
-    :raises ConfigError: too many, or more than fits into the memory that is sent from.
+    :raises ConfigError: there are too many, or they exceed the memory that is sent from.
     """
     ring = max(1, -(-ring // CHECKED)) * CHECKED
     chosen = Options(tuple(sorted(set(sizes))), tuple(sorted(set(depths))), repeats, has_raw, ring)
@@ -68,7 +68,7 @@ def options(sizes: Sequence[int], depths: Sequence[int], repeats: int, *, has_ra
 
 
 def check_room(ring: int) -> None:
-    """:raises ConfigError: /dev/shm has no room for the memory that is sent from and the one that is sent to."""
+    """:raises ConfigError: /dev/shm lacks room for the sending and the receiving memory."""
     stats = os.statvfs(SHM)
     free, needed = stats.f_bavail * stats.f_frsize, 2 * ring + SPARE_BYTES
     if free < needed:
@@ -79,16 +79,16 @@ def check_room(ring: int) -> None:
 
 
 def figure(row: Row) -> Figure:
-    """Its rate, beside that of the raw technology."""
+    """Its rate, compared with the raw technology's."""
     note = f"directly {row.raw_gb_s:.3f}: {row.ratio:.0%}" if row.raw_gb_s and row.ratio else ""
     depth = "" if row.scheme == MEMCPY else f", {row.in_flight} in flight"
     return plain(f"{row.scheme}, {size_text(row.nbytes)}{depth}", row.gb_s, "GB/s", note)
 
 
 def told(scheme: str, chosen: Options) -> Iterator[Row]:
-    """Start a process, hand on its rows, end it: also where the caller stops listening.
+    """Start a process, pass on its rows, and end it, also if the caller stops iterating.
 
-    :raises ChannelUnavailable: there are no rows here; the text says why, and what would help.
+    :raises ChannelUnavailable: there are no rows here; the message says why, and what would help.
     :raises ChannelBroken: it should work here, and does not.
     """
     asked = msgspec.json.encode(chosen).decode()
@@ -100,14 +100,14 @@ def told(scheme: str, chosen: Options) -> Iterator[Row]:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                bufsize=0,  # a line that waits in a buffer would not be seen by select
-                start_new_session=True,  # Ctrl-C is for us, and with its group all of it can be ended
+                bufsize=0,  # select would not see a line held in a buffer
+                start_new_session=True,  # Ctrl-C reaches only this process, and the group can be ended as a whole
             )
             try:
                 yield from _rows(process, scheme, chosen, folder / "errors")
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # its receiver, too; not reaped yet, so the id is still its
+                    os.killpg(process.pid, signal.SIGKILL)  # with its receiver; not reaped yet, so its id is valid
                 with contextlib.suppress(BrokenPipeError):
                     process.communicate()
     finally:
@@ -135,7 +135,7 @@ def _broken(scheme: str, why: str, errors: Path) -> ChannelBroken:
 
 
 def _follow_parent(folder: Path) -> None:
-    """End with whoever started us, even if that was killed: then nobody else removes the folder."""
+    """End with the parent, even if that is killed: then nobody else removes the folder."""
 
     def wait() -> None:
         sys.stdin.buffer.read()
@@ -167,7 +167,7 @@ def _measure(scheme: str, chosen: Options, folder: Path, say: Any) -> None:
 
 
 def main() -> None:
-    """What libraries print goes to standard error, so that standard output holds messages only."""
+    """Output of libraries goes to standard error, so that standard output holds only messages."""
     folder, scheme = Path(sys.argv[1]), sys.argv[2]
     _follow_parent(folder)
     with os.fdopen(os.dup(1), "wb") as out:
@@ -179,7 +179,7 @@ def main() -> None:
             out.flush()
 
         _measure(scheme, chosen, folder, say)
-    os._exit(0)  # the thread that waits for the parent never ends by itself, and libraries' threads need not
+    os._exit(0)  # the thread that waits for the parent never ends by itself, and threads of libraries may not either
 
 
 if __name__ == "__main__":

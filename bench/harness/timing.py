@@ -1,8 +1,7 @@
-"""The one timer of all benches: several callables, interleaved, in the same process and the same minutes.
+"""The timer of all benches: several callables, interleaved, in the same process and the same minutes.
 
-Machines are shared and their speed drifts, so absolute times of two runs do not compare. What compares is the
-ratio of two callables inside one round; a report states that, next to the medians. `Spread` has the middle and the
-worst that is usual.
+Machines are shared and their speed drifts, so absolute times of two runs cannot be compared. The ratio of two callables
+within one round can; a report states it next to the medians. `Spread` has the median and the usual worst case.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one callable took."""
+    """The time of one callable."""
 
     median_s: float
     ratio: float  # median over the rounds of (reference's time / own time): above 1 is faster than the reference
@@ -35,10 +34,10 @@ def measure(
     warmups: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Time every callable once per round, `repeats` rounds, after `warmups` rounds that do not count.
+    """Time every callable once per round, for `repeats` rounds, after `warmups` rounds that do not count.
 
-    Each round starts with another callable, so that no one always runs in the caches or the turbo that the same
-    neighbour left behind. Errors of a callable end the measurement.
+    Each round starts with another callable, so that none always benefits from the caches or turbo state left by the
+    same neighbor. An error of a callable ends the measurement.
 
     :raises ValueError: `reference` is not among `calls`, or `repeats` is not positive.
     """
@@ -64,7 +63,7 @@ def _summary(own: list[float], reference: list[float]) -> Timing:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of `count` samples, in milliseconds. With less than a hundred, `p99_ms` is close to the worst of them."""
+    """Of `count` samples, in milliseconds. With fewer than a hundred, `p99_ms` is close to the maximum."""
 
     p50_ms: float
     p99_ms: float
@@ -72,7 +71,7 @@ class Spread:
 
 
 def spread_ms(samples: Sequence[float]) -> Spread:
-    """The spread of `samples`, which are milliseconds. :raises ValueError: there are none."""
+    """The spread of `samples` in milliseconds. :raises ValueError: there are none."""
     if not samples:
         raise ValueError("no samples")
     p99 = statistics.quantiles(samples, n=100, method="inclusive")[98] if len(samples) > 1 else samples[0]
@@ -83,7 +82,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CpuClock:
-    """What a process and all of its threads have computed since it started, in user and in kernel mode."""
+    """CPU time of a process with all its threads since it started, in user and kernel mode."""
 
     def __init__(self, pid: int) -> None:
         """:raises OSError: there is no such process."""

@@ -1,4 +1,4 @@
-"""Servers on this host: run until a signal, and asked without the proxy that an environment may name."""
+"""Servers on this host: run until a signal, and queried without any proxy set in the environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def get(url: str, timeout_s: float = ANSWER_S) -> bytes:
 
 
 def known(url: str) -> bytes | None:
-    """What a proxy says at `url`; None: it does not know (404)."""
+    """A proxy's answer at `url`; None: it does not know (404)."""
     try:
         return get(url)
     except urllib.error.HTTPError as error:
@@ -35,9 +35,9 @@ def known(url: str) -> bytes | None:
 
 
 async def serve_until_stopped(apps: Mapping[int, web.Application], *, shutdown_s: float) -> None:
-    """Each on its port of this host, until SIGINT or SIGTERM; then requests under way have `shutdown_s`.
+    """Serve each app on its port of this host until SIGINT or SIGTERM; requests in progress then have `shutdown_s`.
 
-    :raises ConfigError: a port cannot be had.
+    :raises ConfigError: a port is unavailable.
     """
     servers = {port: Server(app, Env(), shutdown_s=shutdown_s) for port, app in apps.items()}
     stop = asyncio.Event()

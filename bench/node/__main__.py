@@ -1,8 +1,7 @@
-"""A node's answers for a prompt of 128k tokens, against a ping: `python -m pdx.bench.node`.
+"""A node's answers for a prompt of 128k tokens, compared with a ping: `python -m pdx.bench.node`.
 
-A real node process and one client on the engines' own connection. Chunks are small: the node never touches their
-bytes, so their size decides nothing here. Every round times each call once; medians and 99th percentiles over all
-rounds. The last line is JSON.
+A real node process and one client using the engines' own connection. Chunks are small, because the node never touches
+their bytes. Every round times each call once; medians and 99th percentiles are over all rounds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from pdx.wire.messages import Abort, Admit, Fill, Ping, Release
 KEYS = 512  # 128k tokens at 256 per chunk
 CHUNK_BYTES = 16 << 10
 LAYERS = 32
-MISSING = 64  # of a prompt that is nearly all there
-FULL_CHUNKS = 4096  # in the arena that is full
+MISSING = 64  # of a prompt that is almost completely there
+FULL_CHUNKS = 4096  # in the full arena
 ROUNDS = 300
 WARMUPS = 20
 INDEX_CHUNKS = 20_000
@@ -44,7 +43,7 @@ def with_node(arena_bytes: int, work: Callable[[Asking], None]) -> dict[str, lis
 
 
 def on_fresh_arena(client: Asking) -> None:
-    """Lookups of what is there and what is not, and reservations where room is free."""
+    """Lookups of present and missing chunks, and reservations in free room."""
     hits = new_keys(KEYS)
     client.seal(hits, CHUNK_BYTES, LAYERS)
     for turn in range(-WARMUPS, ROUNDS):
@@ -70,7 +69,7 @@ def on_fresh_arena(client: Asking) -> None:
 
 
 def on_full_arena(client: Asking) -> None:
-    """Reservations that evict as much as they reserve."""
+    """Reservations that have to evict as much as they reserve."""
     for _ in range(FULL_CHUNKS // KEYS):
         client.seal(new_keys(KEYS), CHUNK_BYTES, LAYERS)
     for turn in range(-WARMUPS, ROUNDS):
@@ -83,7 +82,7 @@ def on_full_arena(client: Asking) -> None:
 
 
 def index_bytes() -> float:
-    """Python memory of the store per sealed chunk, everything it keeps: index, allocator, eviction order."""
+    """Python memory of the store per sealed chunk, including index, allocator and eviction order."""
     with tempfile.TemporaryDirectory(prefix="pdx-bench-", dir="/dev/shm") as folder:
         path = Path(folder) / "arena"
         with Arena.create(path, INDEX_CHUNKS * 4096) as arena:

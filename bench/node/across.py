@@ -1,9 +1,9 @@
-"""How much of a prompt's KV is on the decoder's node when prefill ends: `python -m pdx.bench.node.across`.
+"""How much of a prompt's KV has reached the decoder's node when prefill ends: `python -m pdx.bench.node.across`.
 
-Two nodes on this host and a client that stands for a prefill engine: 16 chunks of 256 tokens at 64 KB per token in 32
-layers, filled layer by layer while a prefill is simulated that takes at least twice as long as the wire needs. It
-sleeps instead of computing, as a CPU does while a GPU computes. For comparison, the same filled at the end, which gives
-the time on the wire. The last line is JSON.
+Two nodes on this host and a client that plays a prefill engine: 16 chunks of 256 tokens at 64 KB per token in 32
+layers, filled layer by layer during a simulated prefill that takes at least twice as long as the wire needs. It sleeps
+instead of computing, like a CPU while a GPU computes. For comparison, the same is filled at once at the end, which
+gives the time on the wire. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNKS, LAYERS = 16, 32  # 4,000 tokens at 256 per chunk; 32 layers
 CHUNK_BYTES = 256 * (64 << 10)
 TOTAL_BYTES = CHUNKS * CHUNK_BYTES
 ARENA_BYTES = 3 * TOTAL_BYTES
-COMPUTE = 2.0  # prefill takes as many times as long as the wire
+COMPUTE = 2.0  # prefill takes this many times as long as the wire
 ROUNDS = 7
 GOAL = 0.9
 PUSH_S = 60.0
@@ -35,7 +35,7 @@ PUSH_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One prompt. Shares are of all bytes, acknowledged by the peer."""
+    """One prompt. Shares are of all bytes, as acknowledged by the peer."""
 
     prefill_s: float
     after_s: float  # prefill's end → all chunks are sealed at the peer
@@ -53,7 +53,7 @@ class Prompts:
         self._source = numpy.full(CHUNK_BYTES // LAYERS, 7, dtype=numpy.uint8)
 
     def round(self, compute_s: float) -> Round:
-        """A prefill of `compute_s`, each layer filled as soon as it is computed; 0: all filled, then sealed at once."""
+        """A prefill of `compute_s`, each layer filled as soon as it is computed; 0: all filled at once, then sealed."""
         self._number += 1
         names = [f"prompt {self._number} chunk {index}" for index in range(CHUNKS)]
         with ExitStack() as stack:
@@ -100,12 +100,12 @@ class Prompts:
 
 
 def measure(scheme: str) -> tuple[list[Round], list[Round]]:
-    """Filled at the end, and layer by layer; a prefill takes COMPUTE times the median of what the wire took so far."""
+    """Filled at the end, and layer by layer; a prefill takes COMPUTE times the wire's median so far."""
     with node_pair(scheme, ARENA_BYTES) as (a, b):
         prompts = Prompts(a, b)
         prompts.round(0.0)
         at_once, layered = [], []
-        for _ in range(ROUNDS):  # in turns, because the speed of the machine drifts
+        for _ in range(ROUNDS):  # alternately, because the machine's speed drifts
             at_once.append(prompts.round(0.0))
             layered.append(prompts.round(COMPUTE * statistics.median(each.after_s for each in at_once)))
         return at_once, layered
