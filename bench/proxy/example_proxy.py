@@ -1,8 +1,9 @@
-"""What vLLM's documentation gives as a proxy for prefill and decode engines (`toy_proxy_server.py`), written from its
-protocol: FastAPI, httpx and uvicorn, `python -m pdx.bench.proxy.example_proxy`.
+"""The example proxy for prefill and decode engines in vLLM's documentation (`toy_proxy_server.py`), reimplemented from
+its protocol with FastAPI, httpx and uvicorn: `python -m pdx.bench.proxy.example_proxy`.
 
-One token of the prefill engine, whose answer says what the decode engine is told; then the decode engine's bytes as
-they come. Like the original it reads a request's JSON and writes it anew for each leg, and keeps connections.
+It requests one token from the prefill engine, whose answer has the parameters for the decode engine; then it passes on
+the decode engine's bytes. Like the original, it parses a request's JSON, serializes it anew for each leg, and keeps
+connections open.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NIXL_PREFILL = {
 
 
 def prefill_leg(body: dict[str, Any]) -> dict[str, Any]:
-    """What the prefill engine is asked."""
+    """The body of the prefill leg."""
     leg = {**body, "kv_transfer_params": NIXL_PREFILL, "stream": False, "max_tokens": 1}
     if "max_completion_tokens" in leg:
         leg["max_completion_tokens"] = 1
@@ -35,7 +36,7 @@ def prefill_leg(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def app_of(prefill: str, decode: str) -> FastAPI:
-    """The application before these two engines."""
+    """The application in front of these two engines."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""A run of `pdx bench proxy`: latencies at the engines' pace, then engines that answer at once; and the CPU time."""
+"""A run of `pdx bench proxy`: latencies at the engines' pace, then engines that answer at once; and CPU time."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 FORWARD, SAMPLED = "forward", "sampled"
 MODES = (FORWARD, SAMPLED)
 DIRECT, PROXY, EXAMPLE = "direct", "proxy", "example"
-TURNS = 8  # of each way, so that what comes and goes on the machine falls on all of them
-REQUEST_MS, EVENT_US, OF_EXAMPLE = 1.5, 60.0, 0.5  # goals: CPU of the proxy, or so much of the example's
+TURNS = 8  # per way, so that disturbances on the machine affect all of them
+REQUEST_MS, EVENT_US, OF_EXAMPLE = 1.5, 60.0, 0.5  # goals: CPU time of the proxy, or this share of the example's
 AT_ONCE = Pace(0.0, 0.0)
-PATHS = {FORWARD: "/v1/completions", SAMPLED: "/v1/chat/completions"}  # what the modes are for
+PATHS = {FORWARD: "/v1/completions", SAMPLED: "/v1/chat/completions"}  # typical routes of the modes
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests of one kind. `requests` go each way."""
+    """Requests of one kind. `requests`: per way."""
 
     mode: str
     concurrency: int
@@ -44,19 +44,19 @@ class Case:
 
     @property
     def in_block(self) -> int:
-        """Requests of one turn: enough that they reach the concurrency."""
+        """Requests of one turn: enough to reach the concurrency."""
         return max(-(-self.requests // TURNS), self.concurrency)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What clients saw who asked one way, and what it took."""
+    """Latencies seen by clients of one way, and its cost."""
 
     ttft: Spread
     itl: Spread
     requests_per_s: float
-    cpu_ms: float  # of the proxy, per request; 0: there is none
-    exposed: Spread | None  # from the prefill leg's end to the first token; None: not known
+    cpu_ms: float  # of the proxy, per request; 0: without a proxy
+    exposed: Spread | None  # from the prefill leg's end to the first token; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +67,28 @@ class Row:
     concurrency: int
     prompt_tokens: int
     tokens: int
-    requests: int  # each way
+    requests: int  # per way
     direct: Way
     proxy: Way
     example: Way | None  # vLLM's
-    added_ttft_p50_ms: float  # differences of the two ways' figures
+    added_ttft_p50_ms: float  # differences between the two ways
     added_ttft_p99_ms: float
     added_itl_p50_ms: float
     added_itl_p99_ms: float
 
 
 def measure(stage: Stage, case: Case, *, is_saturated: bool = False) -> Row:
-    """One case; `is_saturated`: engines answer at once, and clients ask again at once.
+    """Measure one case; `is_saturated`: engines answer at once, and clients send the next request at once.
 
-    :raises AskFailed: a request failed. :raises RuntimeError: the proxy changed an answer, or chose another mode.
+    :raises AskFailed: a request failed. :raises RuntimeError: the proxy changed an answer, or used another mode.
     """
     return interrupts.run(_Load(stage, case).run(AT_ONCE if is_saturated else stage.pace))
 
 
 def exposed_ms(answer: Answer, ended: Mapping[str, float]) -> float:
-    """From the end of its prefill leg, by request id, until the client had the first token, by one machine's clock.
+    """Milliseconds from the prefill leg's end, by request id, to the client's first token, on the same machine's clock.
 
-    :raises RuntimeError: it had no such leg, or has it still.
+    :raises RuntimeError: there was no such leg, or it has not ended.
     """
     if answer.request_id not in ended:
         raise RuntimeError(f"request {answer.request_id} was answered, and no prefill leg of it has ended")
@@ -96,7 +96,7 @@ def exposed_ms(answer: Answer, ended: Mapping[str, float]) -> float:
 
 
 class _Load:
-    """One case under way."""
+    """One case in progress."""
 
     def __init__(self, stage: Stage, case: Case) -> None:
         self._stage = stage
@@ -107,14 +107,14 @@ class _Load:
         self._answers: dict[str, list[Answer]] = {way: [] for way in self._fronts}
         self._took_s = dict.fromkeys(self._fronts, 0.0)
         self._cpu_s = dict.fromkeys(self._fronts, 0.0)  # of the proxy
-        self._ended: dict[str, float] = {}  # by request id, when its prefill leg ended
+        self._ended: dict[str, float] = {}  # when each prefill leg ended, by request id
 
     async def run(self, pace: Pace) -> Row:
         stage, case = self._stage, self._case
         async with session() as http:
             async with http.post(f"{stage.decode_url}/pace", json=asdict(pace), raise_for_status=True):
                 pass
-            for front in self._fronts.values():  # code is warm; each request comes on a connection of its own
+            for front in self._fronts.values():  # warm up; each request comes on its own connection
                 await self._block(http, front, min(case.concurrency, case.in_block))
             for turn in range(TURNS):
                 ways = list(self._fronts.items())
@@ -129,19 +129,19 @@ class _Load:
         return self._row()
 
     async def _block(self, http: aiohttp.ClientSession, front: Front | None, count: int) -> list[Answer]:
-        """So many requests, as many at once as the case says. `front`: None asks the decode engine directly."""
+        """Send `count` requests with the case's concurrency. `front`: None: directly to the decode engine."""
         url = self._stage.decode_url if front is None else front.url
         left = iter(range(count))
         clients = min(self._case.concurrency, count)
         return sum(await at_once(self._client(http, url, left) for _ in range(clients)), [])
 
     async def _client(self, http: aiohttp.ClientSession, url: str, left: Iterator[int]) -> list[Answer]:
-        """One request after the other, as long as there are any `left`."""
+        """Send requests one after the other while any are `left`."""
         path = PATHS[self._case.mode]
         return [await ask(http, url, self._body(), f"bench-{next(self._numbers)}", path=path) for _ in left]
 
     def _body(self) -> dict[str, Any]:
-        number = f"{next(self._numbers):08d}"  # no two prompts are the same
+        number = f"{next(self._numbers):08d}"  # makes every prompt unique
         prompt = (number + self._text)[: 2 * self._case.prompt_tokens]
         body = completion(MODEL, prompt, self._case.tokens)
         if self._case.mode == SAMPLED:
@@ -168,7 +168,7 @@ class _Load:
 
     def _way(self, way: str) -> Way:
         answers = self._answers[way]
-        has_legs = way not in (DIRECT, EXAMPLE)  # the example's have names of their own
+        has_legs = way not in (DIRECT, EXAMPLE)  # the example's legs have other names
         exposed = spread_ms([exposed_ms(answer, self._ended) for answer in answers]) if has_legs else None
         return Way(
             ttft=spread_ms([answer.ttft_ms for answer in answers]),
@@ -195,7 +195,7 @@ class _Load:
 
 
 def _cpu_s(front: Front | None) -> float:
-    """Of a proxy so far; 0: there is none on the way."""
+    """CPU time of a proxy so far; 0 without a proxy."""
     return 0.0 if front is None else CpuClock(front.pid).seconds()
 
 
@@ -209,8 +209,8 @@ def steps_of(
     tokens: Sequence[int],
     requests: int,
 ) -> list[Step]:
-    """Each case at the engines' pace, with the most tokens, and with the fewest for the cost of a token that comes
-    alone; then engines that answer at once, with the most clients, whose tokens come together."""
+    """Each case at the engines' pace, with the most tokens, and with the fewest to get the cost of a single token; then
+    with engines that answer at once, with the most clients, whose tokens arrive together."""
     alone = sorted(concurrency)[len(concurrency) // 2]
     at_pace = [(count, max(tokens)) for count in concurrency] + [(alone, each) for each in tokens if each < max(tokens)]
     cases = [
@@ -220,7 +220,7 @@ def steps_of(
         for length in prompt_tokens
         for count, most in kinds
     ]
-    rows: dict[tuple[str, int, int, bool], list[Row]] = {}  # those that differ in their tokens alone
+    rows: dict[tuple[str, int, int, bool], list[Row]] = {}  # rows that differ only in their number of tokens
 
     def step(case: Case, *, is_saturated: bool) -> list[Figure]:
         row = measure(stage, case, is_saturated=is_saturated)
@@ -256,7 +256,7 @@ def figures(row: Row) -> list[Figure]:
 
 
 def saturated_figures(row: Row) -> list[Figure]:
-    """Requests per second of engines that answer at once."""
+    """Requests per second with engines that answer at once."""
     name = f"{words(row)}, saturated"
     note = f"directly {row.direct.requests_per_s:,.1f}"
     return [
@@ -266,8 +266,8 @@ def saturated_figures(row: Row) -> list[Figure]:
 
 
 def cost_figures(fewer: Row, more: Row, *, alone: bool) -> list[Figure]:
-    """CPU time of the proxy and of vLLM's example, from two rows that differ in their tokens. `alone`: one at a time;
-    where they come together they cost too little to be compared."""
+    """CPU time of the proxy and of vLLM's example, from two rows that differ in their number of tokens. `alone`: tokens
+    arrive one at a time; arriving together, they cost too little to be compared."""
     name = f"{more.mode}, prompts of {more.prompt_tokens:,}, tokens {'alone' if alone else 'together'}"
     token_us, request_ms = _cost(fewer.proxy, more.proxy, fewer.tokens, more.tokens)
     found = [
@@ -284,7 +284,7 @@ def cost_figures(fewer: Row, more: Row, *, alone: bool) -> list[Figure]:
 
 
 def _cost(fewer: Way, more: Way, fewer_tokens: int, more_tokens: int) -> tuple[float, float]:
-    """µs of a token, ms of a request without any."""
+    """µs per token, and ms per request without tokens."""
     token_ms = (more.cpu_ms - fewer.cpu_ms) / (more_tokens - fewer_tokens)
     return token_ms * 1e3, fewer.cpu_ms - token_ms * fewer_tokens
 

@@ -1,6 +1,6 @@
-"""Two stand-in engines in a process, and a `pdx proxy` in front of them in another, and a node that reports them.
+"""Two stand-in engines in one process, a `pdx proxy` in front of them in another, and a node that reports them.
 
-Beside that proxy vLLM's example, if what it is made of is installed, and a further one with other options.
+Beside that proxy, vLLM's example if its dependencies are installed, and another proxy with different options.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from pdx.wire.proxy import EngineReport, NodeReport
 
 START_S = 60.0
 LOOK_S = 0.05
-_LOOKS = 4  # for each worker: which one a connection meets is chance
+_LOOKS = 4  # per worker: which one gets a connection is random
 REPORT_S = 1.0
 _ENGINE = "pdx.bench.proxy.stand_in_engine"
 _EXAMPLE = "pdx.bench.proxy.example_proxy"
-_EXAMPLE_NEEDS = ("fastapi", "httpx", "uvicorn")  # they come with vLLM
+_EXAMPLE_NEEDS = ("fastapi", "httpx", "uvicorn")  # installed with vLLM
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """A proxy: where it listens, and who it is."""
+    """A proxy: its address and process."""
 
     url: str
-    admin_url: str  # empty: it has none
-    pid: int  # of several workers: of the process that started them
+    admin_url: str  # empty: none
+    pid: int  # with several workers, of their parent
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where they listen, and who they are."""
+    """Addresses and processes of everything on the stage."""
 
-    pace: Pace  # of the engines at first
+    pace: Pace  # initial pace of the engines
     prefill_url: str
     decode_url: str
     proxy: Front
@@ -58,11 +58,11 @@ class Stage:
 
 @contextlib.contextmanager
 def stage(pace: Pace, *, other: Sequence[str] = (), workers: int = 1) -> Iterator[Stage]:
-    """All of them; they end with this context, and also if this process is killed. `other`: a further proxy has these
-    options, and so many `workers`.
+    """Start everything; it ends with this context, even if this process is killed. `other`: options of another proxy,
+    which has this many `workers`.
 
-    :raises CannotRun: one of them did not start; the message has the decisive line of its log.
-    :raises RuntimeError: the proxy takes no reports.
+    :raises CannotRun: a process did not start; the message has the decisive line of its log.
+    :raises RuntimeError: the proxy accepts no reports.
     """
     with (
         tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder,
@@ -110,8 +110,8 @@ def _python(module: str, name: str, url: str, *options: str) -> Command:
 
 @contextlib.contextmanager
 def _reported(controls: Sequence[str], prefill_url: str, decode_url: str) -> Iterator[None]:
-    """Proxies hear of the engines what a node would tell: without it, nothing is forwarded, and no chat has both of its
-    legs under way at once. `controls`: their sockets."""
+    """Report the engines to the proxies as a node would: without that, nothing is forwarded, and the two legs of a chat
+    do not overlap. `controls`: their sockets."""
     facts = EngineFacts(MODEL_LEN, looks_back=False)
     engines = [
         EngineReport("prefill", "prefill", prefill_url, 0, facts),
@@ -133,7 +133,7 @@ def _reported(controls: Sequence[str], prefill_url: str, decode_url: str) -> Ite
                     return
                 for line in lines:
                     with contextlib.suppress(zmq.Again):
-                        while True:  # else the proxy would find this node's queue full
+                        while True:  # otherwise the proxy would find this node's queue full
                             line.recv(zmq.NOBLOCK)
 
     thread = threading.Thread(target=tell, name="pdx-bench-stage", daemon=True)

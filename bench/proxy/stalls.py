@@ -1,9 +1,9 @@
-"""What a stream suffers from large bodies of others: `python -m pdx.bench.proxy.stalls`.
+"""How large bodies of other clients delay a stream: `python -m pdx.bench.proxy.stalls`.
 
-A stream goes through the proxy from a stand-in engine to a client in a process of its own, while others post bodies of
-up to 30 MB or do not finish them. Its stall is the longest time that one of its events took; beside it a stream that
-comes directly tells what the machine does to both. Of three such measurements the middle one counts. The proxy's CPU
-time and what it adds are measured by `pdx bench proxy`.
+A stream goes from a stand-in engine through the proxy to a client in its own process, while others post bodies of up to
+30 MB or leave them unfinished. A stall is the longest delay of one of its events; a second, direct stream shows how the
+machine delays both. The median of three such measurements counts. `pdx bench proxy` measures the proxy's CPU time and
+latency.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PINGS = Pace(0.0, 5.0)
 STALL_MS, MEMORY_MB = 50.0, 256.0
 UNFINISHED = 20
-REPEATS = 3  # of each measurement: the middle one counts
-BIG = 30_000_000  # bytes of the body that nobody should send
+REPEATS = 3  # of each measurement: the median counts
+BIG = 30_000_000  # size of a body above the limit
 ALLOWED = (8 << 20) - 4096  # just below the limit
 MILLION = 1_000_000
 LONG = 128_000  # tokens of an ordinary long prompt
@@ -45,7 +45,7 @@ Attack = Callable[[], Awaitable[str]]
 
 
 class Bench:
-    """A stage, and what is done to its proxy."""
+    """A stage, and the attacks on its proxy."""
 
     def __init__(self, made: Stage, http: aiohttp.ClientSession) -> None:
         self._made = made
@@ -93,7 +93,7 @@ class Bench:
                 await asyncio.to_thread(pinger.heard)
             await asyncio.sleep(0.5)
             folder = Path(f"/proc/{self._made.proxy.pid}")
-            (folder / "clear_refs").write_text("5")  # forget the peak
+            (folder / "clear_refs").write_text("5")  # reset the peak
             before = self._clock.seconds()
             note = await attack()
             cpu_ms = (self._clock.seconds() - before) * 1e3
@@ -107,7 +107,7 @@ class Bench:
         return (direct, through, peak_mb, cpu_ms), note
 
     async def _post(self, path: str, payload: bytes, count: int) -> str:
-        """So many, one after the other; the answers' statuses."""
+        """Post this many bodies one after the other; returns the statuses."""
         seen: set[str] = set()
         for _ in range(count):
             try:
@@ -119,7 +119,7 @@ class Bench:
         return f"answers {', '.join(sorted(seen))}"
 
     async def _unfinished(self, payload: bytes) -> str:
-        """Connections that send all of a body but the end of it."""
+        """Connections that send a body except for its end."""
         host, _, port = self._made.proxy.url.removeprefix("http://").partition(":")
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         writers = [(await asyncio.open_connection(host, int(port)))[1] for _ in range(UNFINISHED)]
@@ -150,9 +150,9 @@ def _asked(**prompt: Any) -> bytes:
 
 
 async def ping(url: str) -> list[float]:
-    """How long the events of one stream took, in ms, from its first event until standard input ends.
+    """Delays of one stream's events in ms, from its first event until standard input ends.
 
-    The stand-in engine says in each event when it sent it.
+    The stand-in engine puts its time of sending into each event.
     """
     found: list[float] = []
     over = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -1,8 +1,8 @@
-"""What a proxy that is scraped and traces SAMPLE of its requests serves, beside one that does neither:
-`python -m pdx.bench.proxy.traces [SAMPLE]`. 0: beside another one that does neither.
+"""The throughput of a proxy that is scraped and traces SAMPLE of its requests, compared with one without both: `python
+-m pdx.bench.proxy.traces [SAMPLE]`. With 0, both are without.
 
-As in `pdx.bench.proxy.workers`, chats go through both, each with SHARE of a core; here at the same time, so that what
-else the machine does falls on both. The collector takes all, and looks at nothing.
+As in `pdx.bench.proxy.workers`, chats go through both, each limited to SHARE of a core; here at the same time, so that
+disturbances of the machine affect both. The collector accepts everything and inspects nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Collector(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def collecting() -> Iterator[str]:
-    """A collector, on threads of this process; where it is."""
+    """The address of a collector on threads of this process."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Collector) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -61,7 +61,7 @@ def collecting() -> Iterator[str]:
 
 @contextlib.contextmanager
 def scraping(url: str) -> Iterator[None]:
-    """Somebody asks for its metrics, more often than a Prometheus does. Empty: nobody."""
+    """Scrape its metrics, more often than a Prometheus would. Empty: do not."""
     ended = threading.Event()
 
     def scrape() -> None:
@@ -79,7 +79,7 @@ def scraping(url: str) -> Iterator[None]:
 
 
 class _Way:
-    """Clients of one of the proxies, and what they and it have done since somebody looked."""
+    """Clients of one of the proxies, and what they and it have done since the last look."""
 
     def __init__(self, front: Front) -> None:
         self.front = front
@@ -91,7 +91,7 @@ class _Way:
         return [asyncio.create_task(chats(http, self.front.url, self._numbers)) for _ in range(CLIENTS)]
 
     def look(self) -> tuple[int, float]:
-        """Requests, and seconds of CPU."""
+        """Requests, and seconds of CPU time."""
         served, spent_s = next(self._numbers), self._clock.seconds()
         found = served - self._served - 1, spent_s - self._spent_s
         self._served, self._spent_s = served, spent_s
@@ -103,7 +103,7 @@ async def _windows(ways: Mapping[str, _Way]) -> list[dict[str, tuple[int, float]
     with limited([way.front.pid for way in ways.values()], SHARE):
         async with session() as http:
             tasks = [task for way in ways.values() for task in way.clients(http)]
-            for _ in range(1 + WINDOWS):  # code is warm
+            for _ in range(1 + WINDOWS):  # the first window warms up
                 await asyncio.sleep(WINDOW_S)
                 found.append({name: way.look() for name, way in ways.items()})
             for each in tasks:
@@ -127,13 +127,13 @@ async def measure(sample: float) -> list[Figure]:
     for window in windows:
         (off, off_s), (on, on_s) = window[OFF], window[ON]
         total = {name: (total[name][0] + window[name][0], total[name][1] + window[name][1]) for name in total}
-        if off and on:  # the machine did not stand still
+        if off and on:  # the machine was not suspended
             of_each.append(off_s / off / (on_s / on))
     found = [
         plain(f"metrics and traces {name}: CPU of the proxy per request", spent_s * 1e3 / served, "ms")
         for name, (served, spent_s) in total.items()
     ]
-    # Each has the same share of a core: its throughput is that share over the CPU time of a request.
+    # Both have the same share of a core: throughput is that share divided by the CPU time per request.
     name = f"throughput with metrics and {sample:.0%} of requests traced, over without"
     note = f"windows {min(of_each):.2f} to {max(of_each):.2f}"
     return [*found, at_least(name, statistics.median(of_each), "×", GOAL, note)]

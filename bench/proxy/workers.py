@@ -1,9 +1,9 @@
-"""How many requests several workers of a proxy serve, beside one: `python -m pdx.bench.proxy.workers [SHARE]`.
+"""How many requests several workers of a proxy serve, compared with one: `python -m pdx.bench.proxy.workers [SHARE]`.
 
 Engines are stand-ins that answer at once; chats go through a proxy of one process and through one of WORKERS, in turns,
-as many at a time as keep all of them busy. Each process of the proxies has SHARE of a core, because it is stopped when
-it has used that up: so what else it takes, a client and two engines, finds room on a machine of few cores. What the
-workers share, a port and engines, shows in the ratio; what cores share, caches and memory, does not.
+with enough concurrency to keep all of them busy. Each proxy process is limited to SHARE of a core by being stopped when
+it has used that up, so that a client and two engines also fit on a machine with few cores. The ratio shows the cost of
+what workers share, a port and engines, but not that of shared caches and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdx.bench.proxy.stand_in_engine import MODEL, Pace
 
 WORKERS = 4
 SHARE = 0.1
-LOOK_S, SPARE_S = 0.002, 0.02  # between two looks at what it has used, and that it may have left
+LOOK_S, SPARE_S = 0.002, 0.02  # between two checks of its usage, and the most unused time it may save up
 ROUNDS, ROUND_S = 7, 6.0
 CLIENTS = 64
 GOAL = 3.0
@@ -38,14 +38,14 @@ _PROMPT = "a" * 2000
 
 
 def processes(front: Front) -> list[int]:
-    """Those of a proxy that serve."""
+    """The processes of a proxy that serve."""
     children = Path(f"/proc/{front.pid}/task/{front.pid}/children").read_text().split()
     return [int(each) for each in children] or [front.pid]
 
 
 @contextlib.contextmanager
 def limited(pids: Sequence[int], share: float) -> Iterator[None]:
-    """Each of these computes for so much of the time, and is stopped when it has. A whole core: as it is."""
+    """Limit the CPU share of these processes by stopping them when it is used up. A whole core: no limit."""
     ended = threading.Event()
 
     def hold(pid: int) -> None:
@@ -71,7 +71,7 @@ def limited(pids: Sequence[int], share: float) -> Iterator[None]:
 
 
 async def chats(http: aiohttp.ClientSession, url: str, numbers: Iterator[int]) -> None:
-    """One after the other, without an end; each takes a number."""
+    """Send chats one after the other, without end; each takes a number."""
     body = completion(MODEL, "", 4)
     del body["prompt"]
     for number in numbers:
