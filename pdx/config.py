@@ -125,9 +125,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     address: str
     proxy: Addresses = ""  # where to report engines and timelines, comma-separated; empty: nowhere
-    exit_when_idle_s: Annotated[
-        Seconds, option("End after nothing has been attached for this long.", default="never")
-    ] = 0.0
+    exit_when_idle_s: Annotated[Seconds, option("End after this long with nothing attached.", default="never")] = 0.0
     arena_bytes: Annotated[
         ArenaBytes,
         option("Host memory for chunks.", default="4GiB; none with --gpu", section="Memory", for_engines=True),
@@ -148,12 +146,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         option("NUMA node for host memory and threads; auto: that of the GPU, or of all GPUs if they share one."),
     ] = "auto"
     policy: Annotated[
-        PolicyName,
-        option("Eviction policy: lru, s3fifo, gittins, age:SECONDS, idle:SECONDS, or an entry point."),
+        PolicyName, option("Eviction policy: lru, s3fifo, gittins, age:SECONDS, idle:SECONDS, or an entry point.")
     ] = "lru"
     salt_quota: Annotated[
-        Share,
-        option("If memory is full, chunks of a cache salt that has more than this share of it are evicted first."),
+        Share, option("If memory is full, chunks of a cache salt beyond this share of it are evicted first.")
     ] = 1.0
     pin_share: Annotated[
         ShareOrNone, option("Share of memory that pins and tenants' leases may hold; further pins are refused.")
@@ -161,9 +157,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tenant_lease_share: Annotated[
         ShareOrNone, option("Share of memory that leases of one cache salt may hold; 0: no leases.")
     ] = 0.1
-    lease_max_s: Annotated[PositiveSeconds, option("Longest lease that a request may ask for.", flag="lease-max-s")] = (
-        600.0
-    )
+    lease_max_s: Annotated[PositiveSeconds, option("Longest lease of a request.", flag="lease-max-s")] = 600.0
     disks: Annotated[
         FolderNames,
         option(
@@ -176,14 +170,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     disk_limit_bytes: Annotated[DiskBytes, option("Space that chunks may take on each of these disks.")] = 100 << 30
     disk_reserve_bytes: Annotated[ReserveBytes, option("Free space to leave on each of these disks.")] = 1 << 30
     disk_policy: Annotated[PolicyName, option("Eviction policy for these disks, as with --policy.")] = "lru"
-    disk_codec: Annotated[
-        CodecChoice,
-        option("Compress chunks on these disks, without loss; costs CPU time."),
-    ] = "none"
+    disk_codec: Annotated[CodecChoice, option("Compress chunks on these disks, without loss; costs CPU time.")] = "none"
     remote: Annotated[
         Url,
         option(
-            "Store that shares chunks: valkey://, rediss:// or s3://BUCKET/PREFIX.",
+            "Shared store: valkey://, rediss:// or s3://BUCKET/PREFIX.",
             default="nowhere",
             section="Remote store",
         ),
@@ -191,9 +182,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     remote_codec: Annotated[CodecChoice, option("Compress chunks in the remote store, as with --disk-codec.")] = "none"
     remote_ttl_s: Annotated[Seconds, option("Older chunks in the remote store are not used.", default="no limit")] = 0.0
     remote_ca: Annotated[FileName, option("CA certificates for the remote store.", default="the system's")] = ""
-    remote_credentials: Annotated[
-        FileName, option("File with credentials for the remote store.", default="the environment's")
-    ] = ""
+    remote_credentials: Annotated[FileName, option("Credentials file for the store.", default="the environment's")] = ""
     remote_s: Annotated[
         PositiveSeconds,
         option("Time limit for loading a chunk from the remote store, or storing one.", flag="remote-timeout"),
@@ -214,16 +203,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = 5.0
     peer_lookup_s: Annotated[
-        Seconds,
-        option("How long to wait for peers' answers about a prompt; 0: do not ask them.", flag="peer-lookup-timeout"),
+        Seconds, option("Time limit for asking peers about a prompt; 0: do not ask.", flag="peer-lookup-timeout")
     ] = 0.005
     store: Annotated[
         StoreChoice,
         option("Chunks to store in --disk and --remote: all, those requested twice, or those about to be evicted."),
     ] = "all"
-    store_window: Annotated[
-        Share, option("With --store write-back: share of memory that is kept free or already stored.")
-    ] = 0.1
+    store_window: Annotated[Share, option("With --store write-back: share of memory kept free or stored.")] = 0.1
     metrics: Annotated[
         HostPort,
         option(
@@ -238,9 +224,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     events: Annotated[
         Address, option("Address (ipc or tcp) to publish block events on, in vLLM's format.", default="nowhere")
     ] = ""
-    events_replay: Annotated[
-        Address, option("Address where readers of --events request events that they missed.", default="nowhere")
-    ] = ""
+    events_replay: Annotated[Address, option("Address for requests of missed --events.", default="nowhere")] = ""
     events_topic: Annotated[Topic, option("Topic of --events.")] = ""
     events_hashes: Annotated[
         HashForm, option("Block names in --events: 64 bits of the engine's hash (vLLM's default), or 16 bytes.")
@@ -249,8 +233,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         MediaForm, option("Tier names in --events: GPU, CPU and STORAGE as in vLLM, or PDX's own names.")
     ] = "vllm"
     events_open: Annotated[
-        bool,
-        option("Serve --events to other hosts without keys: everyone who can connect learns which blocks are where."),
+        bool, option("Serve --events to other hosts without keys: anyone who connects learns which blocks are where.")
     ] = False
     name: Annotated[
         Name,
@@ -278,12 +261,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             default="the fastest; pdx doctor lists them",
         ),
     ] = []
-    wire_codec: Annotated[CodecChoice, option("Compress data to peers over tcp, without loss: for slow networks.")] = (
-        "none"
-    )
-    digests: Annotated[DigestChoice, option("Verify data from peers: if it came over a wire, always, or never.")] = (
-        "wire"
-    )
+    wire_codec: Annotated[CodecChoice, option("Compress data to peers over tcp, without loss.")] = "none"
+    digests: Annotated[DigestChoice, option("Verify data from peers: over a wire, always, or never.")] = "wire"
     keys: Annotated[
         FileName, option("Secret key made by pdx keygen; needed beyond this host.", default="none", section="Trust")
     ] = ""
@@ -451,20 +430,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Literal["auto", "always"],
         option("`auto`: while other requests run, load a hit only if that is faster than computing it."),
     ] = "auto"
-    moved: Annotated[bool, option("Send token ids to the node, so that the hint `reuse: moved` can find chunks.")] = (
-        False
-    )
+    moved: Annotated[bool, option("Send token ids to the node, for the hint `reuse: moved`.")] = False
     any_release: Annotated[bool, option("Also run with vLLM releases that PDX was not tested with.")] = False
-    role: Annotated[Literal["prefill", "decode", "both"], option("Role reported to the proxy; has no effect here.")] = (
-        "both"
-    )
+    role: Annotated[Literal["prefill", "decode", "both"], option("Reported to the proxy; no effect here.")] = "both"
     url: Annotated[
-        str,
-        option("URL at which this engine serves, for the proxy; empty: the proxy's --prefill and --decode name it."),
+        str, option("This engine's URL, for the proxy; empty: the proxy's --prefill and --decode name it.")
     ] = ""
-    lookup_s: Annotated[PositiveSeconds, option("Time limit for the node's answer to a lookup; then it is a miss.")] = (
-        1.0
-    )
+    lookup_s: Annotated[PositiveSeconds, option("Time limit of a lookup; then it is a miss.")] = 1.0
     reserve_wait_s: Annotated[
         PositiveSeconds, option("How long a prefill waits for room for a transfer; then it sends what fits.")
     ] = 5.0
