@@ -69,7 +69,7 @@ def base_url(text: str) -> str:
     except ValueError as error:
         raise ConfigError("an engine's URL does not parse; write http://HOST:PORT") from error
     if not plain or parts.username or parts.password or parts.query or parts.fragment:
-        shown = "" if "@" in text else f": {text!r:.100}"  # an error must not quote a password
+        shown = "" if {"@", "?"} & set(text) else f": {text!r:.100}"  # an error must not quote a password or a token
         raise ConfigError(f"not an engine's URL{shown}; write http://HOST:PORT, without user, query or fragment")
     port = "" if parts.port in (None, _PLAIN_PORTS[parts.scheme]) else f":{parts.port}"
     return f"{parts.scheme}://{bracketed(spelled(host))}{port}{parts.path}"

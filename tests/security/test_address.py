@@ -52,6 +52,8 @@ def test_what_is_no_url_of_an_engine_is_named_unless_a_password_is_in_it():
         base_url("localhost:8000")
     with pytest.raises(ConfigError, match="^not an engine's URL; write"):
         base_url("http://user:secret@host:8000")
+    with pytest.raises(ConfigError, match="^not an engine's URL; write"):
+        base_url("http://host:8000/?key=secret")
 
 
 def test_hosts_are_compared_as_they_are_written():
