@@ -105,11 +105,11 @@ class RemoteTier(StoreTier):
         self._count("paused")
         self._warn(error, f"nothing is asked of it for {PAUSE_S:g} s")
 
-    def _went(self, error: TierError | None) -> None:
-        """Record the end of a call."""
+    def _went(self, error: TierError | None, *, is_write: bool = False) -> None:
+        """Record the end of a call. `is_write`: some of its errors say nothing about reads."""
         if error is None:
             self._health.works()
-        elif error.kind in _FAULTS:
+        elif error.kind in _FAULTS and not (is_write and error.kind in _OF_WRITES):
             if self._health.failed():
                 self._pause(error)
             elif not self._health.doubt and error.kind in _ENDS_CONNECTION:  # too slow to make for a question
@@ -243,8 +243,7 @@ class RemoteTier(StoreTier):
 
     def _recoded(self, pair: Pair, recoding: Recoding, work: Work) -> None:
         error = work.error
-        if error is None or error.kind not in _OF_WRITES:
-            self._went(error)
+        self._went(error, is_write=True)
         if error is not None and error.kind != "cancelled":
             self._warn(error, "the chunk is as it was")
         old, new = pair
@@ -266,8 +265,7 @@ class RemoteTier(StoreTier):
 
     def _removed(self, work: Work) -> None:
         error = work.error
-        if error is None or error.kind not in _OF_WRITES:
-            self._went(error)
+        self._went(error, is_write=True)
         self._catalog.removed(is_done=error is None)
         if error is None:
             self._remove_some()
