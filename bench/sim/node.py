@@ -156,7 +156,7 @@ class SimulatedNode:
             self._admit(Admit(keys, lease_s=ENGINE_S, wait_s=WAIT_S, request=name, moved=parts), found)
 
         ask = Admit(list(request.keys), GRANULE_BYTES, 1, lease_s=ENGINE_S, partial=True, wait_s=WAIT_S, request=name)
-        self._admit(replace(ask, tokens=request.told), answered)
+        self._admit(replace(ask, tokens=request.prompt_tokens), answered)
 
     def _moved(self, request: Request, hits: int) -> list[Piece]:
         """Its leading blocks, wherever they were computed, if these are more than so many."""
@@ -186,7 +186,7 @@ class SimulatedNode:
         """The whole blocks of its answer were computed, too."""
         if request.more:
             parent = request.keys[request.whole - 1] if request.whole else b""
-            told = request.more_told
+            told = request.answer_tokens
             ask = Admit(list(request.more), GRANULE_BYTES, 1, partial=True, parent=parent, tokens=told)
             answer = self._ask(self._scheduler, ask)
             if isinstance(answer, Admitted):

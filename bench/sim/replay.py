@@ -62,9 +62,11 @@ def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Kept:
             found += min(hits * trace.block_tokens, request.tokens)
             if request.more:
                 _fill(store, request.more)
-            if request.told is not None and request.more_told is not None:
-                names.tell(request.told, request.keys, b"")
-                names.tell(request.more_told, request.more, request.keys[request.whole - 1] if request.whole else b"")
+            if request.prompt_tokens is not None and request.answer_tokens is not None:
+                names.register(request.prompt_tokens, request.keys, b"")
+                names.register(
+                    request.answer_tokens, request.more, request.keys[request.whole - 1] if request.whole else b""
+                )
             if future is not None:
                 store.refresh([chunk for key in request.keys for chunk in store.index.of(key)])
             most_bytes = max(most_bytes, store.total_bytes - store.free_bytes)

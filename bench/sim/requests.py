@@ -13,7 +13,7 @@ import msgspec
 
 from pdx.errors import ConfigError
 from pdx.memory.keys import KEY_BYTES
-from pdx.wire.moved import TOKEN_BYTES, Told
+from pdx.wire.moved import TOKEN_BYTES, PromptTokens
 
 SCOPE = bytes(KEY_BYTES)  # of all of them: one model, one tenant
 MOONCAKE_TOKENS = 512  # of a block in Mooncake's traces
@@ -44,14 +44,16 @@ class Request(msgspec.Struct, frozen=True, gc=False):
         return self.content[: self.whole * TOKEN_BYTES]
 
     @property
-    def told(self) -> Told | None:
+    def prompt_tokens(self) -> PromptTokens | None:
         """What a node is told of the prompt's blocks …"""
-        return Told(SCOPE, self.ids, 1, is_moved=True) if self.content else None
+        return PromptTokens(SCOPE, self.ids, 1, is_moved=True) if self.content else None
 
     @property
-    def more_told(self) -> Told | None:
+    def answer_tokens(self) -> PromptTokens | None:
         """… and of those of the answer."""
-        return Told(SCOPE, self.content[len(self.ids) :], 1, self.whole, is_moved=True) if self.content else None
+        return (
+            PromptTokens(SCOPE, self.content[len(self.ids) :], 1, self.whole, is_moved=True) if self.content else None
+        )
 
     @property
     def named(self) -> Sequence[bytes]:

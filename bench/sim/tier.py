@@ -194,8 +194,8 @@ class ModelledTier(Tier):
     def cancel(self, copy: Copy) -> None:
         self._cancelled.add(copy.number)
 
-    def over(self, copy: Copy) -> None:
-        """See `Tier.over`. What was stored counts as used now."""
+    def copy_ended(self, copy: Copy) -> None:
+        """See `Tier.copy_ended`. What was stored counts as used now."""
         self._cancelled.discard(copy.number)
         if not copy.is_load:
             self.refresh(copy.keys)

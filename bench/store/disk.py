@@ -91,7 +91,7 @@ class Bed(TierHost):
         copy: Any = SimpleNamespace(number=1, keys=self._keys, shards=1, chunks=chunks)
         self.tier.admit(copy)
         self._run(self.tier.store)
-        self.tier.over(copy)
+        self.tier.copy_ended(copy)
 
     def read(self) -> None:
         self._run(self.tier.load)

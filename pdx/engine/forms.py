@@ -20,7 +20,7 @@ from pdx.memory.form import MOVED, form_of, lossy_fingerprint
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.layout import CacheGroups
 from pdx.wire.hints import Envelope, Hints, Verdict
-from pdx.wire.moved import MAX_TOKENS, Told
+from pdx.wire.moved import MAX_TOKENS, PromptTokens
 
 _NOT_APART = "the engine's own cache would give its blocks to requests that are exact"
 
@@ -101,7 +101,7 @@ class Forms:
         return lossy_fingerprint(self.fingerprint, form) if form else self.fingerprint
 
     def scope(self, tracked: TrackedRequest) -> bytes | None:
-        """See `Told.scope`; None: its tokens are neither told nor found."""
+        """See `PromptTokens.scope`; None: its tokens are neither told nor found."""
         if self._not_moved or tracked.hints.form or tracked.state is State.LEFT_OUT:
             return None
         beside = self._hashing.beside(tracked.request)
@@ -111,14 +111,14 @@ class Forms:
         digest.update(len(tracked.hints.salt).to_bytes(8, "little") + tracked.hints.salt + beside)
         return digest.digest()
 
-    def told(self, tracked: TrackedRequest, first: int, count: int) -> Told | None:
+    def prompt_tokens(self, tracked: TrackedRequest, first: int, count: int) -> PromptTokens | None:
         """What a node is told of the tokens of whole chunks [first, first + count), for others to find them; None:
         nothing."""
         size = self._groups.chunk_tokens
         if count < 1 or (scope := self.scope(tracked)) is None:
             return None
         start, end = first * size, (first + min(count, MAX_TOKENS // size)) * size
-        return Told(scope, self.ids(tracked, start, end), size, start, bool(tracked.envelope.form))
+        return PromptTokens(scope, self.ids(tracked, start, end), size, start, bool(tracked.envelope.form))
 
     def ids(self, tracked: TrackedRequest, first: int, end: int) -> bytes:
         """Its tokens, as messages encode them."""

@@ -60,7 +60,7 @@ class RequestKeys:
         """The key of what precedes the chunk with this number."""
         return self.leading(chunk)[-1] if chunk else root_key(self._fingerprint)
 
-    def told(self, first_chunk: int, end_block: int) -> dict[str, Any]:
+    def block_fields(self, first_chunk: int, end_block: int) -> dict[str, Any]:
         """What an `Admit` says about the blocks from this chunk on, so that a chunk can be found in part."""
         blocks_per_chunk = self._groups[0].blocks_per_chunk
         first_block = first_chunk * blocks_per_chunk

@@ -256,8 +256,8 @@ class StoreLookup:
             transfer=tracked.transfer if tracked.is_prefilling else None,  # which carries only the prompt
             part="writes",
             hints=tracked.hints,
-            **tracked.keys.told(first, end * self._layout.blocks_per_chunk),
-            tokens=self._forms.told(tracked, first, end - first) if self._forms else None,
+            **tracked.keys.block_fields(first, end * self._layout.blocks_per_chunk),
+            tokens=self._forms.prompt_tokens(tracked, first, end - first) if self._forms else None,
         )
         tracked.node.late = self.ask(connection, ask, first, end - first, end * self._groups.chunk_tokens)
 
@@ -287,12 +287,12 @@ class StoreLookup:
             part=tracked.part,
             push_to=tracked.push_to if wants_room else "",
             source=source if may_be_elsewhere else "",
-            **tracked.keys.told(0, self._end_block(tracked, tail_tokens)),
+            **tracked.keys.block_fields(0, self._end_block(tracked, tail_tokens)),
             wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
             request=tracked.request.request_id[:MAX_NAME],
             hints=tracked.hints,
             early=tracked.is_decode and bool(tracked.node.awaited) and not tracked.request.num_preemptions,
-            tokens=self._forms.told(tracked, 0, whole) if self._forms and wants_room else None,
+            tokens=self._forms.prompt_tokens(tracked, 0, whole) if self._forms and wants_room else None,
         )
         end_tokens = whole * self._groups.chunk_tokens + tail_tokens
         tracked.node.asked = self.ask(connection, ask, 0, whole + (tail_tokens > 0), end_tokens)

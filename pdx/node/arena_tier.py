@@ -94,7 +94,7 @@ class ArenaTier(Tier):
         """Drop jobs of this copy that have not begun."""
         self._cancelled.add(copy.number)
 
-    def over(self, copy: Copy) -> None:
+    def copy_ended(self, copy: Copy) -> None:
         """Give back the slots into which nothing was copied."""
         self._cancelled.discard(copy.number)
         self._copies.give_back(self._slots.pop(copy.number, []), Cause.NOT_COPIED)

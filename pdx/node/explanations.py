@@ -280,9 +280,9 @@ class Explanations:
         if below or slow:
             return "tier", below or slow
         gone = self._store.history.why(key)
-        lacking = dict(self._tiers.lacking(key, gone, is_named=is_named)) if has_tiers else {}  # one per kind
+        lacking = dict(self._tiers.explain_missing(key, gone, is_named=is_named)) if has_tiers else {}  # one per kind
         if gone is not None:
-            kind, text = gone.why.kind, gone.told(now)
+            kind, text = gone.why.kind, gone.sentence(now)
         elif lacking:
             kind, text = next(iter(lacking)), f"never in memory here{self._or_forgotten}"
         else:

@@ -281,7 +281,7 @@ class LookAhead:
         missing = [key for key in wanted.keys if key not in there]
         low = [key for key in missing if not self._store.find([key], shards)]
         room_bytes = min(room_bytes, int(min(self._store.pools[arena].total_bytes for arena in arenas) * SHARE))
-        copies = self._tiers.lift(replace(wanted, keys=missing), room_bytes - expected.nbytes)
+        copies = self._tiers.copy_to_arenas(replace(wanted, keys=missing), room_bytes - expected.nbytes)
         expected.nbytes += sum(copy.held_bytes for copy in copies)
         if low and not expected.is_loaded:
             loads = self._tiers.prefetch(replace(wanted, keys=low, arenas=()), 0, room_bytes - expected.nbytes)

@@ -144,7 +144,7 @@ class Proxies:
                 proxy.peers, proxy.tag = peers, tag
                 if not proxy.number:
                     self._heed_workers(proxy.base, workers)
-                service.peers.told(self._peers())
+                service.peers.take_proxy_list(self._peers())
             case Order(number, verb):
                 self._reply(proxy, number, self._carried_out(verb))
 

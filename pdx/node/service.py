@@ -308,7 +308,7 @@ class Service:
         if ask.hints.session and ask.lease_s:
             self.look_ahead.came(session, ask, self.sessions.arenas(session, ask.shards))
         if ask.tokens is not None and session.hello.kind == "scheduler":
-            self.names.tell(ask.tokens, ask.keys, ask.parent)
+            self.names.register(ask.tokens, ask.keys, ask.parent)
         return self.admissions.ask(session, ask)
 
     def _find_moved(self, session: Session, ask: FindMoved) -> Answer:

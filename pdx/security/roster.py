@@ -282,11 +282,11 @@ class Roster:
             return f"{self._path} does not name this node, {name!r}: peers with that roster turn it down"
         if entry.key and public_key not in entry.keys:
             raise ConfigError(f"roster {self._path}: {name!r} has another key than this node; see --keys")
-        if entry.address and self.told(name, address) != entry.address:
+        if entry.address and self.published_address(name, address) != entry.address:
             return f"{self._path} says that this node is at {entry.address}, but it listens at {address}"
         return ""
 
-    def told(self, name: str, bound: str) -> str:
+    def published_address(self, name: str, bound: str) -> str:
         """The address that node `name` tells others: the file's if that is `by_name` of `bound`, where it listens, else
         `bound`."""
         entry = self.node(name)

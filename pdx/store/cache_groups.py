@@ -131,7 +131,7 @@ def _reserve(store: Store, claims: Sequence[Claim]) -> tuple[list[list[int]], li
             end = (first + end + 1) // 2
             slots, fits = _take(store, claims, wanted, end)
         end = fits if claims[0].partial else 0
-    _pass(store, claims, wanted, end)
+    _mark_passed(store, claims, wanted, end)
     granted = [[index for index in indices if index < end] for indices in wanted]
     slots = _cut(store, claims, slots, [len(indices) for indices in granted])
     for claim, indices, of_claim in zip(claims, granted, slots, strict=True):
@@ -139,7 +139,7 @@ def _reserve(store: Store, claims: Sequence[Claim]) -> tuple[list[list[int]], li
     return granted, slots, is_full
 
 
-def _pass(store: Store, claims: Sequence[Claim], wanted: Sequence[Sequence[int]], end: int) -> None:
+def _mark_passed(store: Store, claims: Sequence[Claim], wanted: Sequence[Sequence[int]], end: int) -> None:
     """Set which chunks of each claim its prompt passes, so that they are evicted first: those that are needed neither
     for the first `end` chunks, nor for one chunk less (the same prompt again: its last token is computed), nor for the
     leading chunks that other prompts have left in all groups that need all of theirs: there prompts diverge."""

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import xxhash
 
 from pdx.wire.base import MAX_KEYS
-from pdx.wire.moved import TOKEN_BYTES, Piece, Told
+from pdx.wire.moved import TOKEN_BYTES, Piece, PromptTokens
 
 MAX_BYTES = 64 << 20  # of all records together
 RECORD_BYTES = 1100  # of a record without its tokens, as measured
@@ -56,17 +56,17 @@ class ContentNames:
     def __len__(self) -> int:
         return len(self._records)
 
-    def tell(self, told: Told, keys: Sequence[bytes], before: bytes) -> None:
+    def register(self, tokens: PromptTokens, keys: Sequence[bytes], before: bytes) -> None:
         """Add the keys of the chunks with these tokens. `before`: the key before the first one."""
-        width = told.chunk_tokens * TOKEN_BYTES
-        parent = before if told.first else told.scope
-        for at, key in enumerate(keys[: len(told.ids) // width]):
+        width = tokens.chunk_tokens * TOKEN_BYTES
+        parent = before if tokens.first else tokens.scope
+        for at, key in enumerate(keys[: len(tokens.ids) // width]):
             if key in self._records:
                 self._records.move_to_end(key)
             else:
-                ids = told.ids[at * width : (at + 1) * width]
-                first = told.first + at * told.chunk_tokens
-                self._add(key, _Record(told.scope, parent, first, ids, told.is_moved))
+                ids = tokens.ids[at * width : (at + 1) * width]
+                first = tokens.first + at * tokens.chunk_tokens
+                self._add(key, _Record(tokens.scope, parent, first, ids, tokens.is_moved))
             parent = key
         while self.nbytes > self._max_bytes:
             self.forget([next(iter(self._records))])

@@ -451,7 +451,7 @@ class Copies:
             self.give_back(slots, Cause.NOT_LOADED, f"{copy.tier.name} in time")
         else:
             self._store.unhold(copy.chunks)
-        copy.tier.over(copy)
+        copy.tier.copy_ended(copy)
 
     def give_back(self, slots: Iterable[Slot], why: Cause, detail: str = "") -> None:
         """Nothing more is written to these slots, which the node itself fills: free those that are not sealed."""

@@ -54,7 +54,7 @@ class Gone(msgspec.Struct, frozen=True, gc=False):
     def text(self) -> str:
         return self.why.text.format(self.detail)
 
-    def told(self, now: float) -> str:
+    def sentence(self, now: float) -> str:
         return f"{self.text}, {ago(now - self.at)}"
 
 

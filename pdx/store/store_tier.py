@@ -301,7 +301,7 @@ class StoreTier(Tier):
         for work in self._works.get(copy.number, ()):
             work.is_cancelled = True
 
-    def over(self, copy: Copy) -> None:
+    def copy_ended(self, copy: Copy) -> None:
         self._admitted.pop(copy.number, None)
 
     def _give(self, work: Work, queue: WorkQueue, *, is_first: bool = False) -> None:

@@ -258,7 +258,7 @@ class Tier(ABC):
         """End a copy's jobs soon."""
 
     @abstractmethod
-    def over(self, copy: Copy) -> None:
+    def copy_ended(self, copy: Copy) -> None:
         """This copy has no jobs in flight, and no more will come."""
 
     def evict(self, keys: Sequence[bytes], shards: int = 0) -> int:

@@ -289,7 +289,7 @@ class Tiers(TierHost):
             found.append(each)
         return found[: self._paying(found, wanted.shards, computing)]
 
-    def lift(self, wanted: Wanted, room_bytes: int) -> list[Copy]:
+    def copy_to_arenas(self, wanted: Wanted, room_bytes: int) -> list[Copy]:
         """Copy the wanted keys that the first arena has to their own arenas, up to `room_bytes`, before a request waits
         for them."""
         keys: list[bytes] = []
@@ -388,7 +388,7 @@ class Tiers(TierHost):
                 return f"on {tier.name}, but the arena had no room for it"
         return ""
 
-    def lacking(self, key: bytes, gone: Gone | None, *, is_named: bool) -> Iterator[tuple[str, str]]:
+    def explain_missing(self, key: bytes, gone: Gone | None, *, is_named: bool) -> Iterator[tuple[str, str]]:
         """Explain a key that is neither in memory nor known to be in a tier: why a tier may have it all the same, why
         it was not stored, or why it was removed. `gone`: what became of it in memory.
 
@@ -407,7 +407,7 @@ class Tiers(TierHost):
                 yield "policy", f"{tier.name} was to get it, and {state}"
             elif (then := tier.history.why(key)) is not None:
                 was_there = was_there or then.why.kind == "evicted"
-                yield then.why.kind, f"{tier.name}: {then.told(self._clock())}"
+                yield then.why.kind, f"{tier.name}: {then.sentence(self._clock())}"
         if not was_there and (why := self.storing.why_not(gone)):
             yield "policy", why
 

@@ -244,7 +244,7 @@ class TierConformance:
             stage.give("store", copy, number, 0, stage.slot(0))
             stage.until(lambda: copy.number in stage.over)
             assert stage.over.pop(copy.number) is None
-        stage.tier.over(copy)
+        stage.tier.copy_ended(copy)
         stage.settle()
         assert [stage.has(number) for number in numbers[:2]] == [False, True]
 

@@ -245,7 +245,7 @@ class TierStage(TierHost):
         self.put(slot, self.content(number, shard, slot.nbytes))
         copy = self.copy([key(number)], shards, nbytes, layers)
         if not self.granted(copy):
-            self.tier.over(copy)
+            self.tier.copy_ended(copy)
             return None
         return self.give("store", copy, number, shard, slot, layers=layers, form=form)
 
@@ -260,7 +260,7 @@ class TierStage(TierHost):
     def end(self, copy: Any) -> Any:
         """Wait for the copy's job. Returns its error."""
         self.until(lambda: copy.number in self.over)
-        self.tier.over(copy)
+        self.tier.copy_ended(copy)
         return self.over[copy.number]
 
     def store(self, number: int, shard: int = 0, **settings: Any) -> Any:

@@ -29,7 +29,7 @@ from pdx.wire.base import (
     Verdicts,
 )
 from pdx.wire.hints import Hints, Seconds
-from pdx.wire.moved import Part, Told
+from pdx.wire.moved import Part, PromptTokens
 
 
 class Group(Rule, array_like=True, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class Admit(Message, frozen=True):
     request: Name = ""
     early: bool = False
     groups: Groups = []
-    tokens: Told | None = None
+    tokens: PromptTokens | None = None
     moved: Annotated[list[Part], Meta(max_length=MAX_KEYS)] = []
 
     @property

@@ -19,7 +19,7 @@ ChunkTokens = Annotated[int, Meta(ge=1, le=1 << 16)]
 Shift = Annotated[int, Meta(ge=-(1 << 32), le=1 << 32)]
 
 
-class Told(msgspec.Struct, array_like=True, frozen=True):
+class PromptTokens(msgspec.Struct, array_like=True, frozen=True):
     """The tokens of the leading whole chunks of an `Admit`, the first of which is the prompt's token `first`.
 
     `scope`: prompts of one scope have chunks that differ only by their tokens: the same model, layout, cache salt and

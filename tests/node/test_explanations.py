@@ -14,7 +14,7 @@ from pdx.store.history import Cause
 from pdx.wire.base import MAX_NAME, MAX_REASONS
 from pdx.wire.hints import Hints
 from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Fill, FindMoved, Hello, Pin, Ping, Release
-from pdx.wire.moved import Part, Told
+from pdx.wire.moved import Part, PromptTokens
 from pdx.wire.status import Explained
 from pdx.wire.verbs import Why
 
@@ -500,7 +500,7 @@ def test_what_was_blended_says_so_as_its_blender_has_and_who_asks_does_not(servi
     granted = service.handle(blender, Admit(keys([1, 2]), GRANULE_BYTES, 1)).granted_slots
     service.handle(blender, Fill(granted, 0, 1, True, blended=0.125))
     keep(service, session, [1, 2, 3], "before")
-    tokens = Told(bytes(16), bytes(12), 1, is_moved=True)
+    tokens = PromptTokens(bytes(16), bytes(12), 1, is_moved=True)
     service.handle(session, Admit(keys([1, 2, 3]), lease_s=1.0, request="a", tokens=tokens))
     assert told(service, session, "a") == [
         (0, 2, True, "blended, 12.5% recomputed: from client b, 0.0 s ago"),

@@ -250,10 +250,10 @@ def test_a_node_that_the_roster_does_not_name_or_names_elsewhere_is_warned(own_r
 def test_a_node_whose_host_the_roster_has_by_name_tells_that_name(write):
     """A node listens at an IP address. What it told once, that address, no other node or proxy believed."""
     roster = Roster(write(entry("nodes.alpha", "tcp://alpha.pods.svc:7700")), has_keys=True)
-    assert roster.told("alpha", "tcp://10.0.0.7:7700") == "tcp://alpha.pods.svc:7700"
+    assert roster.published_address("alpha", "tcp://10.0.0.7:7700") == "tcp://alpha.pods.svc:7700"
     assert roster.check_self("alpha", KEYS[0], "tcp://10.0.0.7:7700") == ""
-    assert roster.told("alpha", "tcp://10.0.0.7:7701") == "tcp://10.0.0.7:7701"
-    assert roster.told("beta", "tcp://10.0.0.7:7700") == "tcp://10.0.0.7:7700"
+    assert roster.published_address("alpha", "tcp://10.0.0.7:7701") == "tcp://10.0.0.7:7701"
+    assert roster.published_address("beta", "tcp://10.0.0.7:7700") == "tcp://10.0.0.7:7700"
 
 
 # ---- readers of events ---------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def test_where_the_file_has_no_address_a_cluster_or_a_proxy_says_it(left_out):
     with pytest.raises(PeerUnknown):
         left_out.entry("a")
     assert left_out.check_self("a", KEYS[0], "tcp://10.0.0.1:7700") == ""
-    assert left_out.told("a", "tcp://10.0.0.1:7700") == "tcp://10.0.0.1:7700"
+    assert left_out.published_address("a", "tcp://10.0.0.1:7700") == "tcp://10.0.0.1:7700"
     everywhere = dict.fromkeys(("a", "b", "stranger"), "tcp://10.0.0.9:1")
     left_out.find(Found(everywhere, everywhere))
     assert left_out.entry("a") == RosterEntry("tcp://10.0.0.9:1", KEYS[0])

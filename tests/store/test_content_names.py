@@ -12,7 +12,7 @@ from traced import traced
 
 from pdx.store import content_names
 from pdx.store.content_names import ContentNames
-from pdx.wire.moved import Piece, Told
+from pdx.wire.moved import Piece, PromptTokens
 
 SCOPE, OTHER = b"s" * 16, b"o" * 16
 CHUNK = 4
@@ -40,8 +40,8 @@ class Bed:
         for number, key in enumerate(keys):
             self.prompts[key] = list(prompt), number * self.chunk
         before = keys[first - 1] if first else b""
-        told = Told(scope, ids(prompt[first * self.chunk :]), self.chunk, first * self.chunk, is_moved)
-        self.names.tell(told, keys[first:], before)
+        told = PromptTokens(scope, ids(prompt[first * self.chunk :]), self.chunk, first * self.chunk, is_moved)
+        self.names.register(told, keys[first:], before)
 
     def find(self, prompt: Sequence[int], scope: bytes = SCOPE) -> list[Piece]:
         """What is found of it, which is right."""
@@ -142,10 +142,10 @@ def test_what_is_forgotten_is_not_found_and_leaves_nothing(bed: Bed) -> None:
 def test_what_comes_and_goes_leaves_nothing() -> None:
     names = ContentNames(1 << 30)
     keys = [[number.to_bytes(16, "big"), number.to_bytes(16, "little")] for number in range(1, 2001)]
-    told = [Told(SCOPE, ids(range(number, number + 8)), CHUNK) for number in range(1, 2001)]
+    told = [PromptTokens(SCOPE, ids(range(number, number + 8)), CHUNK) for number in range(1, 2001)]
     with traced() as held:
         for one, of_one in zip(told, keys, strict=True):
-            names.tell(one, of_one, b"")
+            names.register(one, of_one, b"")
             names.forget(of_one)
         assert held() < 20_000
 
@@ -156,8 +156,8 @@ def test_those_that_nobody_asks_for_go_first_and_the_bytes_are_what_they_are_sai
     bed.tell(prompts[0])
     with traced() as held:
         for prompt in prompts[1:]:
-            told = Told(SCOPE, ids(prompt), 256)
-            bed.names.tell(told, bed.keys(prompt), b"")
+            told = PromptTokens(SCOPE, ids(prompt), 256)
+            bed.names.register(told, bed.keys(prompt), b"")
             bed.names.find(SCOPE, ids(prompts[0]), 256)
         assert 0.7 * bed.names.nbytes < held() < 1.2 * bed.names.nbytes
     assert bed.names.nbytes <= 2 << 20
@@ -204,7 +204,7 @@ def test_a_question_costs_a_chunk_of_looks_and_one_for_each_chunk() -> None:
     rng = random.Random(1)
     history = [rng.randrange(50_000) for _ in range(128 * 1024)]
     keys = [number.to_bytes(16, "big") for number in range(512)]
-    bed.names.tell(Told(SCOPE, ids(history), 256), keys, b"")
+    bed.names.register(PromptTokens(SCOPE, ids(history), 256), keys, b"")
     assert looks_of(bed, [*history[:256], *history[1001:]]) <= 256 + 2 * 512
     found = bed.names.find(SCOPE, ids([*history[:256], *history[1001:]]), 256)
     assert sum(piece.count for piece in found) == 128 * 1024 - 745
@@ -212,7 +212,9 @@ def test_a_question_costs_a_chunk_of_looks_and_one_for_each_chunk() -> None:
 
 def test_no_prompt_costs_more_than_the_limit() -> None:
     bed = Bed(16)
-    bed.names.tell(Told(SCOPE, ids([7] * 16 * 4096), 16), [at.to_bytes(16, "big") for at in range(4096)], b"")
+    bed.names.register(
+        PromptTokens(SCOPE, ids([7] * 16 * 4096), 16), [at.to_bytes(16, "big") for at in range(4096)], b""
+    )
     for prompt in ([7] * 100_000, [*[7] * 16, *range(100_000)], [7, 8] * 50_000):
         assert looks_of(bed, prompt) <= content_names.MAX_LOOKS
 
@@ -220,7 +222,7 @@ def test_no_prompt_costs_more_than_the_limit() -> None:
 def test_large_chunks_that_are_much_alike_count_by_their_tokens() -> None:
     size = 1 << 16
     bed = Bed(size)
-    bed.names.tell(Told(SCOPE, ids([7] * size * 6), size), [at.to_bytes(16, "big") for at in range(6)], b"")
+    bed.names.register(PromptTokens(SCOPE, ids([7] * size * 6), size), [at.to_bytes(16, "big") for at in range(6)], b"")
     text = ids([*[7] * (size + 3), 8, *[7] * size * 6])
     bed.names.find(SCOPE, text, size)
     assert (

@@ -492,7 +492,7 @@ def test_copies_that_are_over_leave_nothing(bed):
     with traced() as held:
         for _ in range(3000):
             bed.granted(copy := bed.copy([key(1)]))
-            bed.tier.over(copy)
+            bed.tier.copy_ended(copy)
         assert held() < 20_000
 
 

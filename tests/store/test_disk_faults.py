@@ -836,7 +836,7 @@ def test_after_some_write_errors_there_is_a_pause(bed, monkeypatch, caplog):
         assert bed.counters["disk_paused"] == 9 - MAX_ERRORS
         assert bed.tier.history.why(key(2)).text.endswith("cannot be written: Input/output error")
         why = "not stored: reads or writes failed, and none are tried for some seconds, 0.0 s ago"
-        assert bed.tier.history.why(key(9)).told(bed.now) == why
+        assert bed.tier.history.why(key(9)).sentence(bed.now) == why
         assert bed.load(0) is None
         bed.now += PAUSE_S
         assert not any(bed.store(number) for number in range(1, 10))

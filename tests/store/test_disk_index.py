@@ -29,7 +29,7 @@ def never(one):
 def put(index, number, shards=1, before=None):
     """As a tier that stores it; whether it had room, or has made some."""
     files = [ChunkFile(key(number), shard, 1, 4096) for shard in range(shards)]
-    lack = index.lack(shards * FILE_BYTES)
+    lack = index.shortfall(shards * FILE_BYTES)
     gone, _ = index.oldest(lack, 0, never, key(number))
     if lack > sum(file.charge for file in gone):
         return False

@@ -16,7 +16,7 @@ from pdx.store.remote.catalog import NOT_THERE_S
 def said(bed, number):
     """Of one key: why it may be there, and what became of it."""
     gone = bed.tier.history.why(key(number))
-    return bed.tier.why_not(key(number)), gone and gone.told(bed.now)
+    return bed.tier.why_not(key(number)), gone and gone.sentence(bed.now)
 
 
 # ---- a disk ---------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class DictTier(Tier):
     def cancel(self, copy):
         self.cancelled.add(copy.number)
 
-    def over(self, copy):
+    def copy_ended(self, copy):
         assert all(job.number != copy.number for _, job in self.jobs), "a job of it is under way"
         self.is_over.append((copy.number, copy.is_complete))
 

@@ -146,7 +146,7 @@ def test_what_a_tier_had_and_has_removed_is_not_said_to_have_been_kept_from_it(t
         stage.save(range(20, 20 + GRANULES))  # it leaves memory before its turn comes again
         gone = stage.store.history.why(key(0))
         assert not gone.is_stored
-        assert list(stage.tiers.lacking(key(0), gone, is_named=False)) == [
+        assert list(stage.tiers.explain_missing(key(0), gone, is_named=False)) == [
             ("evicted", "below: removed to make room, 0.0 s ago")
         ]
         stage.end_all()

@@ -60,7 +60,7 @@ class Recorder:
         self.events.append(("heard", peer, body, about))
         self.on_message(peer, body, about)
 
-    def over(self, peer: Any, ending: Any, why: str) -> None:
+    def connection_over(self, peer: Any, ending: Any, why: str) -> None:
         self.events.append(("over", peer, ending, why))
 
     def saw(self, kind: str) -> list[tuple[Any, ...]]:
@@ -112,7 +112,7 @@ class Stage:
     def introduce(self, *nodes: PeerNode) -> None:
         """The proxy tells all of them of all of them."""
         for node in self.nodes:
-            node.connections.told([other.entry for other in nodes])
+            node.connections.take_proxy_list([other.entry for other in nodes])
 
     def pair(self, **settings: Any) -> tuple[PeerNode, PeerNode]:
         """Two nodes, where alpha has dialled beta and each was welcomed."""

@@ -47,7 +47,7 @@ class Below(Tier):
     def close(self):
         pass
 
-    admit = store = cancel = over = close  # nobody calls them here
+    admit = store = cancel = copy_ended = close  # nobody calls them here
 
 
 class EventsBed:

@@ -146,7 +146,7 @@ class FakePeerTier(Tier):
     def cancel(self, copy: Copy) -> None:
         self.aborted.append(copy.number)
 
-    def over(self, copy: Copy) -> None:
+    def copy_ended(self, copy: Copy) -> None:
         if copy.is_asked and not copy.is_lost:
             self.sent.append(Release(copy.number, copy.is_complete))
         if self.told_over is not None:

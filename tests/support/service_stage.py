@@ -62,7 +62,7 @@ class Below(Tier):
     def cancel(self, copy):
         pass
 
-    def over(self, copy):
+    def copy_ended(self, copy):
         pass
 
     def evict(self, keys, shards=0):

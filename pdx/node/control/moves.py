@@ -147,7 +147,7 @@ class Mover:
         finally:
             self._crossing -= crosses
             self._copies.give_up([copy for copy in copies if copy.state is not CopyState.OVER])
-            self._pass(passing, shards)
+            self._mark_passed(passing, shards)
 
     def _there(self, target: Place | str, keys: Sequence[bytes], shards: int) -> set[bytes]:
         """The keys that the target has already, as far as is known without asking."""
@@ -274,7 +274,7 @@ class Mover:
             self._places.drop(source, free, shards, why=Cause.MOVED)
         errand.job.did(len(keys) * shards, sum(sizes) * shards)
 
-    def _pass(self, keys: Sequence[bytes], shards: int) -> None:
+    def _mark_passed(self, keys: Sequence[bytes], shards: int) -> None:
         """Drop chunks that were in the first arena only on their way."""
         first = self._places.first
         for key in keys:

@@ -125,7 +125,7 @@ class PeerConnection:
             return
         self.has_welcomed = True
         if self.state is ConnectionState.NEW:
-            self.stand()
+            self.become_ready()
         self.post(welcome)
 
     def is_dead_if(self, epoch: int, host: str) -> bool:
@@ -139,7 +139,7 @@ class PeerConnection:
         """Note who the peer says it is."""
         self.epoch, self.host, self.pid = word.epoch, word.host, word.pid
 
-    def stand(self) -> None:
+    def become_ready(self) -> None:
         """Become ready: the dialled node has sent its welcome."""
         assert self.state in (ConnectionState.DIALING, ConnectionState.NEW)
         self.state, self.why = ConnectionState.READY, ""

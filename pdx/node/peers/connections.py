@@ -66,8 +66,8 @@ class Connections:
         poller: zmq.Poller | None,
     ) -> None:
         """`node` says what it is (`identity`), and is notified of connections: `greeted`, `invited`, `message` and
-        `over`. `numbers`: of sessions. `context`: this node's own, because ZMQ has one ZAP socket per context; the
-        owner of `poller` calls `serve`. Without them the node has no peers.
+        `connection_over`. `numbers`: of sessions. `context`: this node's own, because ZMQ has one ZAP socket per
+        context; the owner of `poller` calls `serve`. Without them the node has no peers.
 
         :raises ConfigError: an address, the keys or the roster are wrong, no peer would admit this node by its own
             entry in the roster, or the address cannot be bound.
@@ -122,7 +122,11 @@ class Connections:
     @property
     def address(self) -> str:
         """The address at which peers reach this node; empty: none."""
-        return self.roster.told(self._name, self._peer_socket.address) if self._peer_socket is not None else ""
+        return (
+            self.roster.published_address(self._name, self._peer_socket.address)
+            if self._peer_socket is not None
+            else ""
+        )
 
     @property
     def _listening(self) -> PeerSocket:
@@ -148,13 +152,13 @@ class Connections:
         """The connection to a peer, or the last there was."""
         return self._last.get(name)
 
-    def _standing(self, name: str) -> PeerConnection | None:
+    def _open_connection(self, name: str) -> PeerConnection | None:
         """The connection to a peer that is not closed."""
         peer = self._last.get(name)
         return peer if peer is not None and peer.state is not ConnectionState.CLOSED else None
 
     def dial(self, name: str, *, is_wanted: bool = True) -> PeerConnection:
-        """The connection to a peer; without one, the peer is dialled now, and `invited` or `over` will follow.
+        """The connection to a peer; without one, the peer is dialled now; `invited` or `connection_over` follows.
 
         `is_wanted`: something waits for it. The first such call restarts the timeout, however long ago the peer was
         dialled ahead of need; later ones do not, or a dead peer would keep all callers waiting.
@@ -162,7 +166,7 @@ class Connections:
         :raises PeerUnknown: the roster does not name the peer, or it is this node itself.
         :raises ConfigError: the peer has a key and this node has none, or the other way round.
         """
-        if (peer := self._standing(name)) is not None:
+        if (peer := self._open_connection(name)) is not None:
             if peer.state is ConnectionState.DIALING and is_wanted and not peer.is_wanted:
                 peer.is_wanted = True
                 peer.heard_at = self._now
@@ -187,7 +191,7 @@ class Connections:
             self._close(peer, Ending.TURN_DOWN if refusal else Ending.LEAVE, refusal or "left")
             self._accept_rival(peer.name)
 
-    def told(self, entries: list[PeerEntry]) -> None:
+    def take_proxy_list(self, entries: list[PeerEntry]) -> None:
         """Take in the proxy's list of nodes, trusted as far as `pdx.security.roster` says."""
         self.roster.take_proxy_list(entries)
         self._forget_strangers()
@@ -245,7 +249,7 @@ class Connections:
     def close(self) -> None:
         """Say bye to all peers and close the sockets. All writing to peers must have ended before.
 
-        Does not call `Peers.over`. Idempotent.
+        Does not call `Peers.connection_over`. Idempotent.
         """
         self._rivals.clear()
         for peer in self.peers:
@@ -324,7 +328,7 @@ class Connections:
             return
         peer.set_identity(welcome)
         self._begin_life(peer.name, welcome.epoch, welcome.host)
-        peer.stand()
+        peer.become_ready()
         self._node.invited(peer, welcome, schemes)
         self._node.greeted(peer, schemes)
 
@@ -350,7 +354,7 @@ class Connections:
             self._turn_away(arrival.route, str(error))
             return
         self._begin_life(hello.name, hello.epoch, hello.host)
-        if (before := self._standing(hello.name)) is not None:
+        if (before := self._open_connection(hello.name)) is not None:
             if before.is_dialled and self._node.identity().name < hello.name:
                 self._rivals[hello.name] = Rival(arrival, frame.seq, hello, self._now)
                 return
@@ -384,7 +388,7 @@ class Connections:
         )
         if not self.roster.admits_name(hello.name):
             raise PeerRefused(f"no node is named {hello.name[:80]!r} in the roster")
-        if len(self._by_route) >= MAX_SESSIONS and self._standing(hello.name) is None:
+        if len(self._by_route) >= MAX_SESSIONS and self._open_connection(hello.name) is None:
             raise PeerRefused(f"{MAX_SESSIONS} peers are here already")
         return schemes
 
@@ -445,7 +449,7 @@ class Connections:
         elif is_dialing and peer.name in self._rivals and self._now - peer.dialled_at > self._timeout_s / 2:
             self._replace(peer)  # the peer reaches this node, but not the other way round
             if not self._accept_rival(peer.name):
-                self._node.over(peer, Ending.LOST, "nothing was heard, and its own dialling has ended")
+                self._node.connection_over(peer, Ending.LOST, "nothing was heard, and its own dialling has ended")
         elif peer.fault:
             self._lose(peer, Ending.LOST, peer.fault)
         elif self._now - peer.heard_at > self._timeout_s:
@@ -467,7 +471,7 @@ class Connections:
         self._env.counters["peers_lost"] += step in (Ending.LOST, Ending.RESTARTED)
         if not was_ready and peer.is_dialled and self._accept_rival(peer.name):
             return  # the peer has dialled meanwhile
-        self._node.over(peer, step, why)
+        self._node.connection_over(peer, step, why)
         self._accept_rival(peer.name)
 
     def _close(self, peer: PeerConnection, step: Ending, why: str) -> None:

@@ -75,7 +75,7 @@ class PeerTier(Tier):
         if self.sender is not None:
             self.sender.abort(copy.number)
 
-    def over(self, copy: Copy) -> None:
+    def copy_ended(self, copy: Copy) -> None:
         """Tell the peer that nothing more is written for this copy."""
         if copy.is_asked and not copy.is_lost:
             self.send(Release(copy.number, copy.is_complete))

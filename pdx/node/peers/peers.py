@@ -189,10 +189,10 @@ class Peers:
             return ""
         return f"not asked of node {source}: it would take {takes_s:.3g} s, and computing takes {computing_s:.3g} s"
 
-    def told(self, entries: Sequence[PeerEntry]) -> None:
+    def take_proxy_list(self, entries: Sequence[PeerEntry]) -> None:
         """Take in the proxies' list of nodes; new ones are dialled at the next tick, unless there are many."""
         before = self.connections.roster.names
-        self.connections.told([entry for entry in entries if entry.name != self._name])
+        self.connections.take_proxy_list([entry for entry in entries if entry.name != self._name])
         if {*before} != {*self.connections.roster.names}:
             self._warm_up_at = 0.0
 
@@ -230,7 +230,7 @@ class Peers:
             reasons = "; ".join(f"{scheme}: {self.regions.why.get(scheme, 'closed')}" for scheme in schemes)
             why = f"no channel works at {self._name}: {reasons}; see `pdx doctor` there"
             self.connections.leave(peer, why)
-            self.over(peer, Ending.TURN_DOWN, why)
+            self.connection_over(peer, Ending.TURN_DOWN, why)
             return
         peer.welcome(welcome(self.identity(), regions, self.regions.probe))
 
@@ -240,7 +240,7 @@ class Peers:
         at_once = peer.is_dialled or (bool(self.connections.roster.address_of(peer.name)) and self._is_warm())
         self.regions.when_open(lambda: self.tiers.ready(peer, welcome, schemes, at_once=at_once))
 
-    def over(self, peer: PeerConnection, ending: Ending, why: str) -> None:
+    def connection_over(self, peer: PeerConnection, ending: Ending, why: str) -> None:
         """A connection is over, or was never set up; not called if this node itself left or closed it."""
         self.tiers.gone(peer.name, why)
         # A bye does not prove that no write is in flight: only the channel can tell when the last one has ended.

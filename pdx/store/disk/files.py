@@ -19,7 +19,7 @@ from pdx.store.codecs.codec import LOSSLESS
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.folder import Folder, Task, file_of
-from pdx.store.disk.index import FileIndex, Untold
+from pdx.store.disk.index import FileIndex, Unsaved
 from pdx.store.health import GONE, SILENT
 from pdx.store.history import Cause
 from pdx.store.store_tier import Pair, Recoding, StoreTier, Work, WorkQueue
@@ -108,7 +108,7 @@ class DiskFiles(StoreTier):
         part, source = task.job.parts[0], task.source
         charge = chunk_file.disk_bytes(part.slot.nbytes, part.layers, block_bytes=self._folder.block_bytes)
         is_used = self._host.is_used if source is None else lambda key: key == source.key or self._host.is_used(key)
-        lack = self._index.lack(charge)
+        lack = self._index.shortfall(charge)
         surplus = self._index.num_files + self._index.coming + 1 - MAX_FILES
         has_room = lack <= self._index.nbytes - self._index.pinned_bytes and surplus <= self._index.num_files
         victims: list[ChunkFile] = []
@@ -258,11 +258,13 @@ class DiskFiles(StoreTier):
 
     def _note(self) -> None:
         """Have uses and pins written to the disk."""
-        if (untold := self._index.tell()) is not None:
-            self._call(self._writes, partial(self._folder.tell, untold), partial(self._told, untold), is_first=True)
+        if (unsaved := self._index.take_unsaved()) is not None:
+            self._call(
+                self._writes, partial(self._folder.write_unsaved, unsaved), partial(self._saved, unsaved), is_first=True
+            )
 
-    def _told(self, untold: Untold, work: Work) -> None:
-        self._index.told(untold, is_done=work.error is None)
+    def _saved(self, unsaved: Unsaved, work: Work) -> None:
+        self._index.saved(unsaved, is_done=work.error is None)
         if work.error is None:
             self._note()
         else:
@@ -327,7 +329,7 @@ class DiskFiles(StoreTier):
             elif task.error is not None and task.error.kind == "paused":  # its removal was not tried
                 self._remove_unfound(file)
             else:
-                self._index.stick(file)
+                self._index.add_stuck(file)
 
     def _over(self, task: Task, job: Job) -> None:
         part = job.parts[0]
@@ -387,7 +389,7 @@ class DiskFiles(StoreTier):
             self._health.wrote()
             self._count("stored")
             if self._index.stuck:
-                self._index.unstick(file, file_of(part, self._folder.block_bytes))
+                self._index.drop_stuck(file, file_of(part, self._folder.block_bytes))
             is_gone = part.key in task.forgotten
             if source is not None and source in self._index.of(part.key):  # recoded under the same key
                 if file != source:
@@ -401,7 +403,7 @@ class DiskFiles(StoreTier):
                 self._remove([file], is_forgotten=True)
             return
         if error.is_left:
-            self._index.stick(file, is_unfinished=True)
+            self._index.add_stuck(file, is_unfinished=True)
         if error.kind != "cancelled":
             self._warn(error)
             self._not_stored([part.key], str(error))

@@ -29,7 +29,7 @@ from pdx.store import chunk_format
 from pdx.store.chunk_format import HEADER_BYTES, Over, aligned
 from pdx.store.disk import chunk_file, pins
 from pdx.store.disk.chunk_file import NAME, PARTIAL, ChunkFile, is_folder, is_gone, named, some_file
-from pdx.store.disk.index import Untold
+from pdx.store.disk.index import Unsaved
 from pdx.store.store_tier import Recoding, Work
 from pdx.store.tier import Job, Part, TierHost
 
@@ -106,15 +106,15 @@ class Folder:
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile; but the disk has answered
                 chunk_file.verify(self.path(file), is_direct=self.is_direct)
 
-    def tell(self, untold: Untold, work: Work) -> None:
+    def write_unsaved(self, unsaved: Unsaved, work: Work) -> None:
         """Write uses, as modification times, and pins to the disk."""
         self.check()
-        for file in untold.used:
+        for file in unsaved.used:
             work.seen_at = self._clock()
             chunk_file.touch(self.path(file))
-        if untold.pins:
+        if unsaved.pins:
             work.seen_at = self._clock()
-            pins.write(self.root, untold.pins, untold.num_pinned)
+            pins.write(self.root, unsaved.pins, unsaved.num_pinned)
 
     def clear(self, task: Task) -> None:
         """Remove the victims of a task, all that can be removed."""

@@ -22,7 +22,7 @@ MAX_SPARED = 32  # chunks spared per store, because requests find them in memory
 FULL_S = 60.0  # how long new files must replace old ones after the disk was full below the cap
 
 
-class Untold(NamedTuple):
+class Unsaved(NamedTuple):
     """What a thread writes to the disk: used files, changed pin counts, and the number of pinned chunks."""
 
     used: Sequence[ChunkFile]
@@ -72,9 +72,9 @@ class FileIndex:
         self.pinned_bytes = 0  # of the cap, in pinned files
         self.nbytes = 0  # of the cap, in files that can be found
         self.num_files = 0  # each shard counts
-        self._untold_uses: dict[ChunkFile, None] = {}  # used files to be written to the disk …
-        self._untold_pins: dict[bytes, int] = {}  # … and changed pin counts
-        self._is_telling = False  # one thread at a time, so that hanging writes do not delay loads
+        self._unsaved_uses: dict[ChunkFile, None] = {}  # used files to be written to the disk …
+        self._unsaved_pins: dict[bytes, int] = {}  # … and changed pin counts
+        self._is_saving = False  # one thread at a time, so that hanging writes do not delay loads
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._files
@@ -130,7 +130,7 @@ class FileIndex:
                 self._order.hold(entry)
             else:
                 self._order.insert(entry)
-        self._untold_pins[key] = self.pins[key]
+        self._unsaved_pins[key] = self.pins[key]
 
     # ---- the cap ----------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class FileIndex:
         """The disk is full: for a while, do not use more of it than now."""
         self._reached, self._reached_until = self.used_bytes, self._clock() + FULL_S
 
-    def lack(self, nbytes: int) -> int:
+    def shortfall(self, nbytes: int) -> int:
         """Bytes that must be evicted to make room for `nbytes`; none if not positive."""
         return self.used_bytes + nbytes - (self._reached if self._clock() < self._reached_until else self.limit_bytes)
 
@@ -152,12 +152,12 @@ class FileIndex:
         """Bytes above the cap once everything being removed is gone."""
         return self.used_bytes - self.leaving - self.limit_bytes
 
-    def stick(self, file: ChunkFile, *, is_unfinished: bool = False) -> None:
+    def add_stuck(self, file: ChunkFile, *, is_unfinished: bool = False) -> None:
         """Count a file that is not in the index and could not be removed."""
         self.used_bytes += file.charge * ((file, is_unfinished) not in self.stuck)
         self.stuck.add((file, is_unfinished))
 
-    def unstick(self, file: ChunkFile, unfinished: ChunkFile) -> None:
+    def drop_stuck(self, file: ChunkFile, unfinished: ChunkFile) -> None:
         """A file of that name was written, through an unfinished one: neither is stuck any more."""
         gone = {(file, False), (unfinished, True)} & self.stuck
         self.used_bytes -= file.charge * len(gone)
@@ -228,25 +228,25 @@ class FileIndex:
 
     def note(self, file: ChunkFile) -> None:
         """Record a use of the file now, to be written to the disk."""
-        self._untold_uses[file] = None
-        if len(self._untold_uses) > MAX_USES:
-            del self._untold_uses[next(iter(self._untold_uses))]
+        self._unsaved_uses[file] = None
+        if len(self._unsaved_uses) > MAX_USES:
+            del self._unsaved_uses[next(iter(self._unsaved_uses))]
 
-    def tell(self, *, always: bool = False) -> Untold | None:
+    def take_unsaved(self, *, always: bool = False) -> Unsaved | None:
         """Take what a thread is to write; None if there is nothing, or a thread is writing and not `always`."""
-        if not (self._untold_uses or self._untold_pins) or (self._is_telling and not always):
+        if not (self._unsaved_uses or self._unsaved_pins) or (self._is_saving and not always):
             return None
-        self._is_telling = True
-        untold = Untold(list(self._untold_uses), self._untold_pins, len(self.pins))
-        self._untold_uses.clear()
-        self._untold_pins = {}
-        return untold
+        self._is_saving = True
+        unsaved = Unsaved(list(self._unsaved_uses), self._unsaved_pins, len(self.pins))
+        self._unsaved_uses.clear()
+        self._unsaved_pins = {}
+        return unsaved
 
-    def told(self, untold: Untold, *, is_done: bool) -> None:
+    def saved(self, unsaved: Unsaved, *, is_done: bool) -> None:
         """The thread is done; if it failed, the pins are written with the next ones."""
-        self._is_telling = False
+        self._is_saving = False
         if not is_done:
-            self._untold_pins = {**untold.pins, **self._untold_pins}
+            self._unsaved_pins = {**unsaved.pins, **self._unsaved_pins}
 
     # ---- files ------------------------------------------------------------------------------
 

@@ -226,7 +226,7 @@ class DiskTier(DiskFiles):
             granted.append(index)
         return Grant(granted)
 
-    def over(self, copy: Copy) -> None:
+    def copy_ended(self, copy: Copy) -> None:
         if self._admitted.pop(copy.number, None) is not None:
             self._index.refresh(copy.keys)
 
@@ -273,9 +273,9 @@ class DiskTier(DiskFiles):
         has_ended = self._threads.close(timeout_s)
         self._scanner.join(timeout_s if has_ended else 0.0)
         has_ended = has_ended and not self._scanner.is_alive()
-        if has_ended and (untold := self._index.tell(always=True)) is not None:
+        if has_ended and (unsaved := self._index.take_unsaved(always=True)) is not None:
             with contextlib.suppress(TierError):  # best effort
-                self._folder.tell(untold, Work())
+                self._folder.write_unsaved(unsaved, Work())
         for job in itertools.chain.from_iterable(self._later.values()):
             self._end(job, TierError("the disk tier is closed", "cancelled"))
         self._later.clear()

@@ -72,8 +72,8 @@ def test_a_peer_that_cannot_be_reached_is_heard_all_the_same(stage):
     for name, why in (("gamma", "no node is named 'gamma'"), ("alpha", "this node itself")):
         with pytest.raises(PeerUnknown, match=why):
             alpha.connections.dial(name)
-    alpha.connections.told([PeerEntry("beta", f"ipc://{stage.place}/nobody.sock")])
-    beta.connections.told([alpha.entry])
+    alpha.connections.take_proxy_list([PeerEntry("beta", f"ipc://{stage.place}/nobody.sock")])
+    beta.connections.take_proxy_list([alpha.entry])
     alpha.connections.dial("beta")
     beta.connections.dial("alpha")
     stage.pass_time(0.5)
@@ -333,14 +333,14 @@ def test_names_that_the_roster_has_no_longer_are_not_kept(stage):
     """Hosts that come and go under names of their own would otherwise be remembered for ever."""
     alpha, beta = stage.pair()
     for number in range(4):
-        alpha.connections.told([beta.entry, PeerEntry(f"pod-{number}", f"ipc://{stage.place}/nobody.sock")])
+        alpha.connections.take_proxy_list([beta.entry, PeerEntry(f"pod-{number}", f"ipc://{stage.place}/nobody.sock")])
         alpha.connections.dial(f"pod-{number}")
         stage.pass_time(TIMEOUT_S + 1.0)
     assert alpha.connections.of("pod-3").why
-    alpha.connections.told([])
+    alpha.connections.take_proxy_list([])
     assert alpha.connections.known == ["beta"], "that one is connected"
     alpha.connections.leave(alpha.connections.of("beta"))
-    alpha.connections.told([])
+    alpha.connections.take_proxy_list([])
     assert alpha.connections.of("beta") is None
 
 

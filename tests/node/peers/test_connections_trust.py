@@ -79,7 +79,7 @@ def test_a_peer_is_heard_only_within_its_rights_and_when_it_was_welcomed(stage, 
 def test_a_peer_that_was_dialled_is_heard_only_within_its_rights(stage):
     alpha = stage.node("alpha")
     with RawHost(stage, "beta") as beta:
-        alpha.connections.told([beta.entry])
+        alpha.connections.take_proxy_list([beta.entry])
         alpha.connections.dial("beta")
         stage.until(beta.hear)
         beta.send(messages.Done(1), 1, seq=1)  # before the welcome
@@ -122,7 +122,7 @@ def test_a_frame_beyond_the_limit_ends_that_connection_only(stage, raw):
 def test_a_welcome_that_is_refused_says_why_and_bye(stage):
     alpha = stage.node("alpha", 1)
     with RawHost(stage, "beta") as beta:
-        alpha.connections.told([beta.entry])
+        alpha.connections.take_proxy_list([beta.entry])
         link = alpha.connections.dial("beta")
         stage.until(beta.hear)
         beta.send(messages.Welcome(22, 7, name="gamma", host="h", regions=WELCOME.regions), seq=1)
@@ -176,7 +176,7 @@ def test_without_a_file_only_addresses_of_this_host_are_believed(stage, caplog, 
     alpha = stage.node("alpha")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            alpha.connections.told([PeerEntry("beta", where)])
+            alpha.connections.take_proxy_list([PeerEntry("beta", where)])
     assert len(caplog.records) == (1 if where else 0)
     with pytest.raises(PeerUnknown):
         alpha.connections.dial("beta")
@@ -185,7 +185,7 @@ def test_without_a_file_only_addresses_of_this_host_are_believed(stage, caplog, 
 
 def test_a_peer_with_a_key_is_not_dialled_without_one(stage):
     alpha = stage.node("alpha")
-    alpha.connections.told([PeerEntry("beta", "tcp://127.0.0.1:1", "k" * 40)])
+    alpha.connections.take_proxy_list([PeerEntry("beta", "tcp://127.0.0.1:1", "k" * 40)])
     with pytest.raises(ConfigError, match="needs its own"):
         alpha.connections.dial("beta")
 
@@ -197,8 +197,10 @@ def test_with_a_file_the_file_decides(stage, caplog, raw):
     beta = stage.node("beta", 2)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            alpha.connections.told([beta.entry, PeerEntry("gamma", "tcp://127.0.0.1:9"), PeerEntry("beta", where)])
-            alpha.connections.told([PeerEntry("beta", "tcp://127.0.0.1:9")])
+            alpha.connections.take_proxy_list(
+                [beta.entry, PeerEntry("gamma", "tcp://127.0.0.1:9"), PeerEntry("beta", where)]
+            )
+            alpha.connections.take_proxy_list([PeerEntry("beta", "tcp://127.0.0.1:9")])
     warned = [record.args[0] for record in caplog.records if record.name == "pdx.security.roster"]
     assert sorted(warned) == ["beta", "gamma"]
     with pytest.raises(PeerUnknown):

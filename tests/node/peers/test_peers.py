@@ -161,7 +161,7 @@ def test_only_another_life_proves_that_a_peer_is_dead(stage, monkeypatch, ending
     said = []
     monkeypatch.setattr(stage.peers.inbound, "session_over", lambda peer, is_dead: said.append(is_dead))
     stage.peers.tiers.gone = lambda name, why: None
-    stage.peers.over(stage.peer, ending, "")
+    stage.peers.connection_over(stage.peer, ending, "")
     assert said == [ending is Ending.RESTARTED]
 
 
