@@ -57,10 +57,11 @@ SHAPES = {
     "sync": [Shape(**ALWAYS), Shape(**ALWAYS, threshold=32)],  # which takes long to compute what a load has lost
     "async": [Shape(**ALWAYS, asynchronous=True)] * 2,
     "mixed": [Shape(**SMALL), Shape(**SMALL, asynchronous=True), Shape(**SMALL, threshold=48)],
-    "drafts": [Shape(**SMALL, drafts=True), Shape(**SMALL)],
+    "drafts": [Shape(**SMALL, drafts=True), Shape(**SMALL), Shape(**SMALL, drafts=True, asynchronous=True)],
     "drafters": [
         Shape(**ALWAYS, drafts=True, draft_layers=1),
         Shape(**ALWAYS, drafts=True, draft_layers=1, threshold=48),
+        Shape(**ALWAYS, drafts=True, draft_layers=1, asynchronous=True),
         Shape(**ALWAYS, drafts=True, draft_layers=1, drafter="another one"),
         Shape(**ALWAYS, kind="undrafted", asynchronous=True),
     ],

@@ -302,7 +302,7 @@ class Engine:
                 if each.finish_reason is not None:
                     finished.append(each.request_id)
                     self._forget(each.request_id)
-        if self.runner.drafts is not None:
+        if self.runner.drafts is not None and not self.shape.asynchronous:
             self.scheduler.update_draft_token_ids(self.runner.drafts)
         return finished
 

@@ -41,6 +41,7 @@ class _Work:
     state: _State
     start: int
     count: int
+    drafts: list[int]  # the last ones of these tokens
     hidden: Words
 
 
@@ -99,6 +100,7 @@ class Runner:
     adapters: dict[int, int] = field(default_factory=dict)  # that are loaded, by vLLM's number
     _encoded: dict[str, int] = field(default_factory=dict)  # pictures, by what vLLM calls them
     states: dict[str, _State] = field(default_factory=dict)
+    _proposed: dict[str, list[int]] = field(default_factory=dict)  # last, of each request
     _slots: dict[str, int] = field(default_factory=dict)  # in which those that run have their state
 
     def __post_init__(self) -> None:
@@ -133,7 +135,7 @@ class Runner:
         layers = iter(self._forward(stage, work, has_hooks=self._has_hooks(step)))
         for _ in range(len(self._mixers) - self.draft_layers if work else 0):
             next(layers)
-        sampled = {name: self._sample(step, name, one) for name, one in work.items()}
+        sampled = {name: self._sample(one) for name, one in work.items()}
         is_late = is_drafting and stage.ranks[0].ends_late
         outputs = [each.end(step, is_late=True) for each in stage.ranks if is_late]
         for _ in layers if is_drafting else ():
@@ -151,7 +153,7 @@ class Runner:
         """The later stages of a step, which the first one may have left behind."""
         for stage in self.stages[1:]:
             outputs += self._run(stage, step, work, moves)
-        sampled = {name: self._sample(step, name, one) for name, one in work.items()}
+        sampled = {name: self._sample(one) for name, one in work.items()}
         return self._output(step, sampled, outputs)
 
     def _run(self, stage: Stage, step: Any, work: dict[str, _Work], moves: Sequence[_Move]) -> list[KVConnectorOutput]:
@@ -220,11 +222,16 @@ class Runner:
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         work = {}
         for name, count in step.num_scheduled_tokens.items():
-            state, start = self.states[name], starts[name]
-            tokens = state.tokens + step.scheduled_spec_decode_tokens.get(name, [])
+            state = self.states[name]
+            # A step planned before it was known how many drafts were right takes all for right, and has none itself.
+            start = min(starts[name], len(state.tokens) - 1)
+            drafts = step.scheduled_spec_decode_tokens.get(name, [])
+            if -1 in drafts:  # it leaves them to the runner; before the first ones a step has none to check
+                drafts = self._proposed.get(name, drafts)[: len(drafts)]
+            tokens = state.tokens + drafts
             tokens += [0] * (start + count - len(tokens))  # of a step planned before its tokens were known
             beside = self._beside(state, start, start + count)
-            work[name] = _Work(state, start, count, embed(tokens[start : start + count], start, beside))
+            work[name] = _Work(state, start, count, drafts, embed(tokens[start : start + count], start, beside))
         return work
 
     def _moves_of(self, work: dict[str, _Work]) -> list[_Move]:
@@ -294,20 +301,19 @@ class Runner:
         first = mixer.first(one.start)
         return seen(sums_of(pages.read(layer, blocks, first, end), first), first, mixer, one.start)
 
-    def _sample(self, step: Any, name: str, one: _Work) -> list[int]:
+    def _sample(self, one: _Work) -> list[int]:
         """The token that follows, and before it the drafts that were right."""
         tokens, end = one.state.tokens, one.start + one.count
-        drafts = step.scheduled_spec_decode_tokens.get(name, [])
-        if end - len(drafts) < len(tokens):
+        if end - len(one.drafts) < len(tokens):
             return []  # a piece of the prompt
         at = len(tokens) - 1 - one.start
         found = [sample(one.hidden[at])]
-        for draft in drafts:
+        for draft in one.drafts:
             if draft != found[-1]:
                 break
             at += 1
             found.append(sample(one.hidden[at]))
-        self.drafted += len(drafts)
+        self.drafted += len(one.drafts)
         self.accepted += len(found) - 1
         tokens += found
         return found
@@ -320,6 +326,7 @@ class Runner:
         seen = [self._sees_all(self.states[name]) for name in names]
         drafts = [each if is_seen else [0] * len(each) for each, is_seen in zip(drafts, seen, strict=True)]
         self.drafts = DraftTokenIds(names, drafts)
+        self._proposed |= zip(names, drafts, strict=True)
 
     def _sees_all(self, state: _State) -> bool:
         """Whether the pages of the draft model hold what it has made of all tokens but the last one."""

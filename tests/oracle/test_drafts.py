@@ -74,13 +74,18 @@ def written(bed: OracleBed, **shape: Any) -> list[int]:
     return history
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @each_place
-def test_drafts_behind_a_load_are_as_good_as_those_behind_computing(bed: OracleBed, kind: str) -> None:
-    history = written(bed, **drafting(kind))
+def test_drafts_behind_a_load_are_as_good_as_those_behind_computing(
+    bed: OracleBed, kind: str, asynchronous: bool
+) -> None:
+    """Also where a step is planned before it is known which drafts of the one before were right."""
+    shape = drafting(kind, asynchronous=asynchronous)
+    history = written(bed, **shape)
     assert bed.counted("sealed") == 2 * NUM_CHUNKS + 1, "parts of chunks are the model's own alone"
-    reader = bed.engine("reader", **drafting(kind))
+    reader = bed.engine("reader", **shape)
     prompt = history + bed.tokens(60, "a")
-    with_pdx, without = rate(reader, "a", prompt), alone(bed, prompt, **drafting(kind))
+    with_pdx, without = rate(reader, "a", prompt), alone(bed, prompt, **shape)
     assert reader.faults.loads == 1
     assert not bed.counted("degraded_drafts_missing")
     assert with_pdx == pytest.approx(without, abs=0.02)
