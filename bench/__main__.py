@@ -1,9 +1,9 @@
 """Runs all benches one after the other and updates docs/numbers.md from their results: `python -m pdx.bench`.
 
-Takes about fifteen minutes on two cores. A missed goal is shown and is not an error; exit status 1: a bench did not
-run. `python -m pdx.bench NAME…` runs some of them. With `--before CHECKOUT`, each bench alternates with that
-checkout's, and the ratio of each figure is shown; docs/numbers.md is not changed, and `bench/results` has the last run
-of some.
+Takes about fifteen minutes on two cores. A missed goal is shown but is not an error; exit status 1 means that a bench
+failed. `python -m pdx.bench NAME…` runs only the named benches. With `--before CHECKOUT`, each bench alternates with
+the same bench of that checkout, and the ratio of each figure is shown; docs/numbers.md stays unchanged, and
+`bench/results` holds this checkout's last run of each bench.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from rich.table import Table
 from pdx.bench.gpu.__main__ import SECTIONS
 from pdx.bench.harness.report import RESULTS, ROOT, console
 
-# The command of each bench, by the name of its result; `make bench` measures handoff and connector overhead with a
-# short breakdown.
+# The command of each bench, by the name of its result. `handoff` also measures the connector's overhead.
 BENCHES = {
     "pages": "python -m pdx.bench.store.pages",
     "node": "python -m pdx.bench.node",
@@ -46,7 +45,7 @@ BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
 
 
 def run(name: str, root: Path = ROOT) -> dict[str, float] | None:
-    """The figures of one bench, run in a process of its own; None if it failed."""
+    """Run one bench in a process of its own and return its figures; None if it failed."""
     console.rule(name if root == ROOT else f"{name} of {root}")
     env = os.environ if root == ROOT else {**os.environ, "PYTHONPATH": str(root)}
     last = ""
@@ -73,7 +72,7 @@ def run(name: str, root: Path = ROOT) -> dict[str, float] | None:
 
 
 def beside(names: list[str], before: Path, rounds: int) -> int:
-    """Alternate each bench here and in that checkout; show the median ratio of each figure."""
+    """Alternate each bench between here and `before`; show each figure's median ratio. Returns 1 if a run failed."""
     failed = 0
     for name in names:
         ratios: dict[str, list[float]] = defaultdict(list)
@@ -97,7 +96,7 @@ def beside(names: list[str], before: Path, rounds: int) -> int:
 
 
 def rows(bench: str) -> list[str]:
-    """One result as a list: its command, and for each quantity the missed goals and the tightest one."""
+    """One result as a Markdown list: its command and, for each quantity, the missed goals or else the tightest one."""
     result = json.loads((RESULTS / f"{bench}.json").read_text())
     machine = result["machine"]
     gpu = f", {machine['gpu']}" if "gpu" in machine else ""

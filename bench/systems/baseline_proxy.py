@@ -1,10 +1,10 @@
-"""The small proxy that the connectors of vLLM need in front of engines: `python -m pdx.bench.systems.baseline_proxy`.
+"""The small proxy that vLLM's connectors need in front of engines: `python -m pdx.bench.systems.baseline_proxy`.
 
-vLLM's examples are in its repository and not in its wheel; this one says the same things to the engines, and is meant
-to cost no more than PDX's own: connections are kept, the decode engine's bytes are passed on as they come. The decode
-leg follows the prefill leg and gets what that one returned. As with vLLM's examples, the decode engine samples the
-first token that a client sees. It tells the moments of a request, in ms of CLOCK_MONOTONIC. A leg that fails is an
-error (500) or breaks the client's connection.
+vLLM's example proxies are in its repository but not in its wheel. This one sends the same requests to the engines, and
+is meant to cost no more than PDX's own: it keeps connections open and passes the decode engine's bytes on as they come.
+The decode leg follows the prefill leg and gets the `kv_transfer_params` that the prefill leg returned. As in vLLM's
+examples, the decode engine samples the first token that a client sees. `/moments/ID` has the moments of a request, in
+ms of CLOCK_MONOTONIC. If a leg fails, the client gets an error (500) or its connection breaks.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from aiohttp import web
 
 from pdx.bench.harness.web import serve_until_stopped
 
-KEPT = 1000  # requests of which the moments are kept
+KEPT = 1000  # requests whose moments are kept
 KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
 CONNECT_S = 5.0
-SHUTDOWN_S = 2.0  # for requests under way
+SHUTDOWN_S = 2.0  # for requests in flight
 BODY_BYTES = 64 << 20
 PATH = "/v1/completions"
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 class Proxy:
-    """One prefill and one decode engine as one server. All of it runs on one event loop."""
+    """Presents one prefill and one decode engine as one server. Runs on one event loop."""
 
     def __init__(self, prefill: str, decode: str) -> None:
         self._prefill, self._decode = prefill, decode
@@ -41,7 +41,7 @@ class Proxy:
         self._session: Any = None
 
     def app(self) -> web.Application:
-        """The web application; it opens and closes this proxy's connections with itself."""
+        """The web application; this proxy's connections open when it starts and close when it ends."""
         app = web.Application(client_max_size=BODY_BYTES)
         app.router.add_post(PATH, self._serve)
         app.router.add_get("/health", self._health)
@@ -92,7 +92,7 @@ class Proxy:
         return response
 
     def _ask(self, engine: str, name: str, body: dict[str, Any]) -> Any:
-        """Closing its answer early closes its connection, upon which vLLM aborts the request."""
+        """Send one leg. Closing the answer early closes its connection, and vLLM then aborts the request."""
         return self._session.post(engine + PATH, data=msgspec.json.encode(body), headers={"X-Request-Id": name})
 
     async def _health(self, request: web.Request) -> web.Response:

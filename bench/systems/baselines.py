@@ -1,6 +1,6 @@
-"""What PDX is compared with: vLLM alone and vLLM's own KV connectors, configured as their documentation advises.
+"""The baselines of PDX: vLLM alone and vLLM's own KV connectors, configured as their documentation advises.
 
-What each of them needs, and which vLLM refuses on a CPU, is in docs/adr/0023-baselines.md.
+docs/adr/0023-baselines.md says what each baseline needs, and which ones vLLM refuses to run on a CPU.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from pdx.config import parse_bytes
 
 NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
 LMCACHE = (sys.executable, "-P", "-c", "from lmcache.cli.main import main; main()", "server")
-PICKLES = ("mode=pickle", "Using pickle")  # LMCache's engine and LMCache's server, of how chunks travel
+PICKLES = ("mode=pickle", "Using pickle")  # in the logs of LMCache's engine and LMCache's server: how chunks travel
 SHM = Path("/dev/shm")
 PROXY = (sys.executable, "-P", "-m", "pdx.bench.systems.baseline_proxy")
 LOOK_S = 0.5  # long enough to tell a thread that polls from one that was woken
-BUSY_SHARE = 0.3  # of that time: two threads that poll may share a core
+BUSY_SHARE = 0.3  # of `LOOK_S`: two threads that poll may share a core
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Of a pair of engines and its proxy; the defaults are those of vLLM's documentation.
+    """The ports of a pair of engines and its proxy; the defaults are those of vLLM's documentation.
 
-    `…_side`: where the connectors of the two engines meet.
+    `…_side`: where the two engines' connectors meet.
     """
 
     proxy: int = 8000
@@ -53,19 +53,19 @@ class Ports:
     decode: int = 8200
     prefill_side: int = 5600
     decode_side: int = 5601
-    store: int = 6379  # of all hosts, such as Redis
-    line: int = 6380  # the way there
+    store: int = 6379  # a store shared by all hosts, such as Redis
+    line: int = 6380  # the slow line to the store
     spare: int = 8001
 
     @classmethod
     def free(cls) -> Ports:
-        """Ports nobody listens on now, no two the same."""
+        """Distinct ports on which no process listens now."""
         return cls(*free_ports(len(fields(cls))))
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a baseline needs beside vLLM."""
+    """What a baseline needs besides vLLM."""
 
     any_of: tuple[str, ...] = ()
     install: str = ""
@@ -80,7 +80,7 @@ class Needs:
 
 
 class Baseline(System):
-    """Servers that need nothing but to be started: engines together, then the proxy."""
+    """A system made of servers: its stores start one by one, then its engines together, then its proxy."""
 
     needs = Needs()
 
@@ -89,10 +89,10 @@ class Baseline(System):
 
     @abstractmethod
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        """The prefill engine first."""
+        """The commands of the engines, the prefill engine first."""
 
     def proxy_command(self, ports: Ports) -> Command | None:
-        """None: clients ask the engine."""
+        """The proxy; None: clients send their requests to the engine."""
         return None
 
     def store_command(self, bed: Bed, ports: Ports) -> Command | None:
@@ -105,7 +105,7 @@ class Baseline(System):
         return [] if store is None else [store]
 
     def settle(self, bed: Bed, servers: Servers) -> None:
-        """What is to be done when the engines are ready."""
+        """Finish the setup when the engines are ready, before the proxy starts."""
 
     def running(self, servers: Servers, engines: Sequence[Command], proxy: Command | None, ports: Ports) -> Running:
         return Running(servers, engines, proxy)
@@ -132,7 +132,7 @@ class Baseline(System):
 
 
 class Plain(Baseline):
-    """One engine, with a connector or without, where the prefill engine of a pair would be."""
+    """One engine, with or without a connector, on the cores or GPU that the prefill engine of a pair would have."""
 
     engines = 1
 
@@ -147,15 +147,15 @@ class Plain(Baseline):
         return [engine_command(bed, "engine", ports.prefill, env=home, options=options)]
 
     def connector(self, bed: Bed, ports: Ports) -> dict[str, Any] | None:
-        """vLLM's --kv-transfer-config."""
+        """vLLM's --kv-transfer-config; None: no connector."""
         return None
 
 
 class LMCache(Plain):
-    """LMCache as vLLM's `--kv-offloading-backend lmcache` means it: a server of its own beside the engine.
+    """LMCache as vLLM's `--kv-offloading-backend lmcache` sets it up: a separate server beside the engine.
 
-    It gets as much host memory as PDX's arena. On a CPU the engine copies, through shared memory if the server has a
-    name for it, and through pickled messages if not. LMCache's own tests on CPUs use shared memory, so it is used here.
+    The server gets as much host memory as PDX's arena. On a CPU the engine copies chunks, through shared memory if the
+    server has a name for it, otherwise in pickled messages. LMCache's own tests on CPUs use shared memory, as here.
     """
 
     packages = (*VLLM, "lmcache")
@@ -165,7 +165,7 @@ class LMCache(Plain):
     )
 
     def __init__(self, chunk_tokens: int | None = None) -> None:
-        """`chunk_tokens`: not those of its default; its hits end with a chunk, so fewer mean less to compute."""
+        """`chunk_tokens`: by default LMCache's own. A hit ends with a chunk, so smaller chunks leave less to compute."""
         if chunk_tokens is None:
             super().__init__("lmcache", "LMCache")
             self._chunks: tuple[str, ...] = ()
@@ -178,7 +178,7 @@ class LMCache(Plain):
         size = ("--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU", *self._chunks)
         here = ("--host", "127.0.0.1", "--http-host", "127.0.0.1")
         name = f"pdx-bench-{ports.prefill_side}"
-        # A server by default lets no engine copy, and has no shared memory to copy through.
+        # By default the server lets no engine copy, and has no shared memory to copy through.
         modes = ("--supported-transfer-mode", "auto", "--shm-name", name) if is_cpu_build() else ()
         return Command(
             name="store",
@@ -208,11 +208,11 @@ class LMCache(Plain):
 
 
 class Nixl(Baseline):
-    """A prefill and a decode engine behind our proxy for them. By vLLM's NixlConnector the decode engine reads the
-    blocks when prefill has ended.
+    """A prefill and a decode engine behind the baseline proxy. With vLLM's NixlConnector, the decode engine reads the
+    blocks after prefill has ended.
 
-    `yields`: its progress thread gets only the time that nobody else wants: what is not owed to its polling. Nobody's
-    documentation advises this; it tells the connector's part in `nixl`'s figures from its polling thread's.
+    `yields`: the connector's progress thread runs at idle priority, so the figures exclude the cost of its polling. No
+    documentation advises this; it separates the connector's share of `nixl`'s figures from that of its polling thread.
     """
 
     polls_idle = True  # its progress thread
@@ -246,7 +246,7 @@ class Nixl(Baseline):
         )
 
     def commands(self, bed: Bed) -> list[str]:
-        """With what `settle` does as remarks."""
+        """The commands, with remarks that say what `settle` does."""
         back = "taskset -p moves the main thread of its worker back to its own core"
         idle = "chrt --idle gives its threads that poll idle priority"
         remarks = [*([back] if is_cpu_build() else []), *([idle] if self._yields else [])]
@@ -256,10 +256,10 @@ class Nixl(Baseline):
         ]
 
     def settle(self, bed: Bed, servers: Servers) -> None:
-        """Undo what would cripple this baseline where cores are few.
+        """Undo what would cripple this baseline on few cores; with `yields`, also give polling threads idle priority.
 
-        On a CPU, NixlConnector moves the worker's main thread to the last core of the machine. That thread computes,
-        too: with few cores, both engines would compute on one.
+        On a CPU, NixlConnector moves the worker's main thread to the last core of the machine. That thread also
+        computes, so with few cores both engines would compute on the same one.
         """
         for role, home in zip(("prefill", "decode"), bed.homes(), strict=True) if is_cpu_build() else ():
             if cores := home.get("VLLM_CPU_OMP_THREADS_BIND"):
@@ -286,17 +286,17 @@ def _transfer(config: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def bring_home(pids: Sequence[int], core: int) -> None:
-    """Bind the main thread of vLLM's worker among these processes to this core."""
+    """Bind the main thread of each vLLM worker among these processes to `core`."""
     for pid in pids:
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::Worker"):
                 os.sched_setaffinity(pid, {core})
 
 
 def let_go_first(pids: Sequence[int]) -> list[int]:
-    """Threads of these processes that are busy though nobody asks for anything: they get time that nobody else wants.
+    """Give idle priority to the threads of these processes that are busy although no request is in flight.
 
-    Takes `LOOK_S`; returns the threads.
+    Takes `LOOK_S`; returns the ids of those threads.
     """
     before = _seconds(pids)
     time.sleep(LOOK_S)

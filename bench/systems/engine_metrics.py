@@ -1,4 +1,4 @@
-"""What vLLM's own /metrics say of a batch of requests: read before and after it, and subtracted."""
+"""vLLM's own /metrics over a batch of requests: read before and after it, and subtracted. Resets of prefix caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdx.errors import PdxError
 from pdx.testing.waiting import came_true
 
 READ_S = 10.0
-COUNTED_S = 10.0  # until an engine's metrics have the last request
+COUNTED_S = 10.0  # until an engine's metrics include the last request
 QUEUE = "vllm:request_queue_time_seconds_sum"  # arrived in the scheduler -> scheduled
 FIRST = "vllm:time_to_first_token_seconds_sum"  # arrived at the API server -> first token
 PREFILL = "vllm:request_prefill_time_seconds_sum"  # scheduled -> first token
@@ -30,7 +30,7 @@ _SAMPLE = re.compile(r"^([a-z_:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Where an engine had the tokens of its prompts from, by its own metrics."""
+    """Prompt tokens by where the engine found them, according to its own metrics."""
 
     computed: float
     local: float  # its own prefix cache
@@ -43,7 +43,7 @@ class Found(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of all requests that an engine has finished."""
+    """Totals over all requests that an engine has finished."""
 
     finished: float
     queue_s: float
@@ -55,7 +55,7 @@ class Sums:
 
     @property
     def found(self) -> Found:
-        """All tokens of prompts by where they were found."""
+        """All prompt tokens by where they were found."""
         return Found(self.computed_tokens, self.local_tokens, self.external_tokens)
 
     def since(self, before: Sums) -> Sums:
@@ -63,7 +63,7 @@ class Sums:
 
 
 def parse(text: str) -> Sums:
-    """The sums in one page of /metrics, over all models and engine indices; what is missing is 0."""
+    """The sums in one page of /metrics, over all models and engine indices; a missing metric counts as 0."""
     found = {QUEUE: 0.0, PREFILL: 0.0, FIRST: 0.0, FINISHED: 0.0, **dict.fromkeys(SOURCES, 0.0)}
     for name, labels, value in _SAMPLE.findall(text):
         if name == BY_SOURCE:
@@ -80,12 +80,12 @@ def read(url: str) -> Sums:
 
 
 def page(url: str) -> str:
-    """The page of /metrics of the server at `url`. :raises OSError: it does not answer."""
+    """The text of /metrics of the server at `url`. :raises OSError: it does not answer."""
     return web.get(f"{url}/metrics", READ_S).decode()
 
 
 def engines(prefill: Sums, decode: Sums | None = None) -> Engines:
-    """Means over a batch. `decode`: None with one engine, which then does everything."""
+    """Means per request of a batch. `decode`: None if one engine does everything."""
     return Engines(
         prefill_queue_ms=_queue_ms(prefill),
         prefill_ms=1e3 * prefill.prefill_s / prefill.finished,
@@ -96,26 +96,26 @@ def engines(prefill: Sums, decode: Sums | None = None) -> Engines:
 
 
 def _queue_ms(sums: Sums) -> float:
-    """How long a request waited for its turn, on average.
+    """The mean time for which a request was queued.
 
-    vLLM's own figure begins when the scheduler has taken the request, which it does not do while a step runs. That
-    matters where requests come together: there everything counts from the API server on, some IPC included.
+    vLLM's own figure begins when the scheduler takes the request, which it does not do during a step. This matters when
+    requests arrive together: several requests are therefore timed from the API server on, which includes some IPC.
     """
     queue_s = sums.queue_s if sums.finished == 1 else max(sums.queue_s, sums.first_s - sums.prefill_s)
     return 1e3 * queue_s / sums.finished
 
 
 class Watch:
-    """Some engines, around one batch of requests."""
+    """Compares the metrics of some engines before and after one batch of requests."""
 
     def __init__(self, *urls: str) -> None:
         """The same URL twice counts once."""
         self._before = {url: read(url) for url in dict.fromkeys(urls)}
 
     def end(self, requests: int) -> list[Sums] | None:
-        """What each has added; None: not all of them have finished exactly so many within `COUNTED_S`.
+        """Each engine's sums over the batch; None: an engine has not counted exactly `requests` within `COUNTED_S`.
 
-        Engines count a request when it ends, a moment after its last token has left.
+        Engines count a request when it ends, a moment after they send its last token.
         """
         added: list[Sums] = []
 
@@ -134,15 +134,15 @@ ANSWER_S = 30.0
 
 
 class CacheNotReset(PdxError):
-    """The engine's own cache still has what it had; the text says why, and what would help."""
+    """An engine's prefix cache was not emptied; the text says why, and what would help."""
 
 
 def reset(url: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Empty the prefix cache of the engine at `url`, and leave alone what its connector keeps.
+    """Empty the prefix cache of the engine at `url`, but not its connector's cache.
 
-    Asks again for up to `FREE_S` while blocks are in use.
+    Retries for up to `FREE_S` while blocks are in use.
 
-    :raises CacheNotReset: it cannot be asked, or blocks stay in use.
+    :raises CacheNotReset: the engine refuses or does not answer as vLLM does, or blocks stay in use.
     """
     for _ in range(round(FREE_S / LOOK_S)):
         if _ask(url):

@@ -1,4 +1,4 @@
-"""The systems that run now: started when first asked for, ended when others need their room."""
+"""The running systems of a benchmark: started on first use, ended when other systems need their room."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pdx.cli import placement
 from pdx.closing import Closing
 from pdx.config import parse_bytes
 
-ENGINE_BYTES = 2 << 30  # of one engine's processes beside the KV cache: measured 1.6-1.9 GiB with a tiny model
-SPARE_BYTES = 1 << 30  # for proxies, nodes and whoever measures
-AWAKE_S = 1.5  # for a system that was stopped: timers that are overdue, and what they start
-DEFAULT_KV_GIB = 4.0  # vLLM's, where VLLM_CPU_KVCACHE_SPACE says nothing
+ENGINE_BYTES = 2 << 30  # of one engine's processes besides the KV cache: measured 1.6-1.9 GiB with a tiny model
+SPARE_BYTES = 1 << 30  # for proxies, nodes and the measuring process
+AWAKE_S = 1.5  # for a resumed system: overdue timers, and the work that they start
+DEFAULT_KV_GIB = 4.0  # vLLM's default, without VLLM_CPU_KVCACHE_SPACE
 
 
 class Fleet(Closing):
-    """At most `max_engines` engines at a time. Whoever asks for a system uses it before asking for another.
+    """Runs at most `max_engines` engines at a time. The caller must finish with a system before it asks for another.
 
-    Systems that poll without a pause do not run while another one is used, or its figures would be theirs, too.
+    Systems that poll when idle are paused while another system is in use, or they would distort its figures.
 
-    `traces`: a folder; each PDX system records spans in its folder of the system's name, which must be there.
-    A context: leaving it ends everything. For one thread.
+    `traces`: a folder with an existing folder for each PDX system, of the system's name, in which it records spans.
+    A context manager: leaving it ends all systems. Not thread-safe.
     """
 
     def __init__(self, bed: Bed, systems: Sequence[System], max_engines: int, *, traces: Path | None = None) -> None:
@@ -32,7 +32,7 @@ class Fleet(Closing):
         self._max_engines = max_engines
         self._traces = traces
         self._running: dict[str, Running] = {}  # least recently used first
-        self._stopped: set[str] = set()  # those of them that do not run now
+        self._stopped: set[str] = set()  # the running systems that are paused
 
     @property
     def holds_all(self) -> bool:
@@ -45,9 +45,9 @@ class Fleet(Closing):
         return list(self._running)
 
     def get(self, name: str) -> Running:
-        """The running system of that name.
+        """The system of that name, started or resumed if necessary.
 
-        :raises CannotRun: it cannot be started, has died since, or can never have room. It is not kept then.
+        :raises CannotRun: it cannot be started, has died since, or can never have room. The fleet then drops it.
         """
         system = self._systems[name]
         if system.engines > self._max_engines:
@@ -66,11 +66,11 @@ class Fleet(Closing):
             running.resume()
             time.sleep(AWAKE_S)
         self._running.pop(name, None)
-        self._running[name] = running  # as the last one
+        self._running[name] = running  # as the most recently used
         return running
 
     def rest(self, but: str = "") -> None:
-        """Nobody takes processor time now, `but` one; the next `get` of a system wakes it."""
+        """Pause all systems that poll when idle, except `but`; the next `get` of a system resumes it."""
         for name, running in self._running.items():
             if name != but and self._systems[name].polls_idle:
                 running.pause()
@@ -86,7 +86,7 @@ class Fleet(Closing):
         self._running.pop(name).close()
 
     def close(self) -> None:
-        """End all systems, each of them even if ending another one fails. Idempotent."""
+        """End all systems, even if ending one of them fails. Idempotent."""
         try:
             while self._running:
                 self._end(next(reversed(self._running)))
@@ -96,7 +96,7 @@ class Fleet(Closing):
 
 
 def engines_that_fit(bed: Bed) -> int:
-    """How many engines this machine has room for now: by its memory, with GPUs by their number (two may share one)."""
+    """How many engines fit on this machine now: by memory and, with GPUs, also by their number (two may share one)."""
     by_memory = (available_bytes() - SPARE_BYTES) // engine_bytes(bed)
     if is_cpu_build():
         return max(0, by_memory)
@@ -104,13 +104,13 @@ def engines_that_fit(bed: Bed) -> int:
 
 
 def engine_bytes(bed: Bed) -> int:
-    """Host memory of one engine with its KV cache and its share of PDX's arenas (at worst one for each engine)."""
+    """Host memory of one engine with its KV cache and its share of PDX's arenas (at worst one arena per engine)."""
     kv_gib = float(bed.env.get("VLLM_CPU_KVCACHE_SPACE", DEFAULT_KV_GIB)) if is_cpu_build() else 0.0
     return ENGINE_BYTES + int(kv_gib * (1 << 30)) + parse_bytes(bed.arena)
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """What can be had without swapping."""
+    """Memory that can be allocated without swapping."""
     for line in meminfo.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":

@@ -1,6 +1,6 @@
-"""A slow line to a server of this host: `python -m pdx.bench.systems.line --port PORT --to PORT --gbit 15`.
+"""A slow line to a server on this host: `python -m pdx.bench.systems.line --port PORT --to PORT --gbit 15`.
 
-It is a limit in user space, which needs no rights, and takes processor time of its own: a copy of each byte.
+The rate limit works in user space: it needs no privileges, but takes processor time to copy each byte.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ UNLIMITED = 1e12  # bytes per second
 
 
 class Relay:
-    """Passes TCP connections on to a server of this host; what it passes takes its time. Threads of its own.
+    """Relays TCP connections to a server on this host at a limited rate, on threads of its own.
 
-    `rate`: bytes per second of what comes back; with `both_ways`, of what goes there, too, each way by itself. It may
-    be changed at any time. `passed_bytes`: those that have come back.
+    `rate`: bytes per second from the server, over all connections; with `both_ways`, also to the server, each direction
+    by itself. The caller may change it at any time. `passed_bytes`: bytes that have come from the server.
     """
 
     def __init__(self, to: int, *, rate: float = UNLIMITED, port: int = 0, both_ways: bool = False) -> None:
@@ -32,7 +32,7 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port = int(self._listener.getsockname()[1])
         self._lock = threading.Lock()
-        self._free_at = {False: 0.0, True: 0.0}  # when the line has sent what it was given: there, and back
+        self._free_at = {False: 0.0, True: 0.0}  # when the line is free again: to the server, and from it
         self._sockets = [self._listener]
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
@@ -42,12 +42,12 @@ class Relay:
         self._threads[-1].start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # the listener is closed
             while True:
                 client, _ = self._listener.accept()
                 try:
                     server = socket.create_connection(("127.0.0.1", self._to))
-                except OSError:  # the next one may find it
+                except OSError:  # the next connection may reach it
                     client.close()
                     continue
                 self._sockets = [each for each in (*self._sockets, client, server) if each.fileno() >= 0]
@@ -77,7 +77,7 @@ class Relay:
             _shut(each)
 
     def close(self) -> None:
-        """End all connections and threads. What is still on the line is waited for."""
+        """End all connections and threads. Waits for the time of the bytes that are still on the line."""
         _shut(self._listener)
         self._threads[0].join()  # from here on there is no new connection
         for each in self._sockets:
@@ -94,7 +94,7 @@ def _shut(one: socket.socket) -> None:
 
 
 def bytes_per_s(gbit: float) -> float:
-    """Of so many 10⁹ bits a second."""
+    """Convert a rate from 10⁹ bits per second."""
     return gbit * 1e9 / 8
 
 
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gbit", type=float, required=True, help="10⁹ bits a second, each way")
     chosen = parser.parse_args(arguments)
     numbers = (signal.SIGINT, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # before there are threads, which inherit it
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # before the threads start, because they inherit the mask
     relay = Relay(chosen.to, rate=bytes_per_s(chosen.gbit), port=chosen.port, both_ways=True)
     signal.sigwait(numbers)
     relay.close()

@@ -1,4 +1,4 @@
-"""All systems that a benchmark can compare, by name."""
+"""The systems that benchmarks compare, by name; `pdx.bench.reuse.systems` has more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PDX as a system to compare: `pdx up` with one node, or with two nodes and one channel; one engine and its node."""
+"""PDX as a system to compare: `pdx up` with one node or with two nodes and a channel, or one engine and its node."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from pdx.telemetry.timeline import Moment
 from pdx.transports.registry import find
 from pdx.wire.status import NodeStatus
 
-PORT = 8000  # in what one would type
+PORT = 8000  # in the commands that a result shows
 ANNOUNCED_S = 30.0  # from readiness until engines have told their node their addresses
 POLL_S = 0.1
 STOP_S = 4 * guard.GRACE_S  # `pdx up` ends its proxy, engines and nodes one after the other, each within GRACE_S
@@ -52,7 +52,7 @@ LIBRARIES = {
 
 
 class PdxSystem(System):
-    """`channel`: of two nodes; None: one node for both engines. `gpu`: of the arenas, as `pdx up --gpu` takes it."""
+    """`pdx up`. `channel`: between two nodes; None: one node for both engines. `gpu`: of the arenas, as for `--gpu`."""
 
     is_pdx = True
 
@@ -116,7 +116,7 @@ class PdxSystem(System):
 
 
 class PdxAlone(Plain):
-    """One engine and its node, as `pdx serve both` has them: the node keeps what the engine computed."""
+    """One engine and its node, as with `pdx serve both`: the node keeps the KV that the engine computed."""
 
     packages = ("pdx-transport", *VLLM)
 
@@ -143,7 +143,7 @@ class PdxAlone(Plain):
 
 
 class PdxWith(PdxAlone):
-    """The same with settings of the connector that `pdx serve` has no option for, and options of the node."""
+    """`PdxAlone` with connector settings for which `pdx serve` has no option, and with options of the node."""
 
     def __init__(self, name: str, title: str, settings: dict[str, Any], node: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -167,12 +167,12 @@ class PdxWith(PdxAlone):
 
 
 def _socket(ports: Ports) -> Path:
-    """Where the engine of these ports meets its node."""
+    """The socket by which the engine of these ports reaches its node."""
     return runtime_folder() / f"bench-{ports.prefill}.sock"
 
 
 class PdxRunning(Running):
-    """A `pdx up` of its own."""
+    """A running `pdx up`."""
 
     def __init__(self, servers: Servers, port: int, admin_port: int, *, is_one_node: bool) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -184,8 +184,8 @@ class PdxRunning(Running):
         self._is_one_node = is_one_node
 
     def find_engines(self) -> None:
-        """Wait until the nodes know where the engines are, and the proxy knows the nodes, without which it serves
-        prompts otherwise. :raises CannotRun: they do not in time."""
+        """Wait until the nodes know the engines' addresses, and the proxy knows the nodes; until then it serves prompts
+        in another way. :raises CannotRun: this takes longer than `ANNOUNCED_S`."""
         self.prefill_url, self.decode_url = (
             self._until(lambda role=role: self._engine(role), f"no node learned the {role} engine's address")  # type: ignore[misc]
             for role in ("prefill", "decode")
@@ -209,7 +209,7 @@ class PdxRunning(Running):
         return answer
 
     def told(self, transfer: str) -> dict[str, Any] | None:
-        """All that the proxy knows of a transfer by now; None: nothing."""
+        """All that the proxy knows of a transfer so far; None: nothing."""
         found = web.known(f"{self._admin_url}/pdx/requests/{transfer}")
         return None if found is None else msgspec.json.decode(found, type=dict[str, Any])
 
@@ -218,6 +218,6 @@ class PdxRunning(Running):
         return None if found is None else msgspec.convert(found["moments"], list[Moment])
 
     def status(self, node: str) -> NodeStatus:
-        """What the node of that name says of itself."""
+        """The status that the node of that name reports."""
         with connect(f"ipc://{self._folder}/{node}.sock") as attached:
             return attached.status()

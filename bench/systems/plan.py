@@ -1,4 +1,4 @@
-"""A run of systems from its plan to its files, however it ends: for `pdx bench breakdown` and `pdx bench reuse`."""
+"""A run of systems from its plan to its result files, for `pdx bench breakdown` and `pdx bench reuse`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INTERRUPTED = 130
 
 
 class SystemFacts(msgspec.Struct, frozen=True):
-    """What ran."""
+    """What a result says about one system."""
 
     title: str
     versions: dict[str, str]
@@ -33,8 +33,8 @@ class SystemFacts(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """A whole run: plain values, from which tables, figures and pictures are made. Written anew after every turn, so
-    that an interrupted run keeps what it measured."""
+    """A run's results as plain values, from which tables, figures and pictures are made. The file is rewritten after
+    every turn, so that an interrupted run keeps its measurements."""
 
     kind: str
     machine: dict[str, Any]
@@ -45,7 +45,7 @@ class Result(msgspec.Struct, kw_only=True):
     is_complete: bool = False
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all."""
+        """Write the file atomically."""
         replace_file(path, msgspec.json.encode(self))
 
     @classmethod
@@ -55,7 +55,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 class Turn(Protocol):
-    """What is measured of one system without another one in between; its text is for people."""
+    """One uninterrupted measurement of one system; its `str` is for people."""
 
     @property
     def system(self) -> str: ...
@@ -66,7 +66,7 @@ _Turn = TypeVar("_Turn", bound=Turn)
 
 
 class Measuring(ABC, Generic[_Result, _Turn]):
-    """A run under way: what was measured is in `result` at any time, and in a file after every turn. One thread."""
+    """A run in progress. `result` always has all measurements, and the file has them after every turn. One thread."""
 
     def __init__(self, result: _Result, path: Path, fleet: Fleet, watcher: Shown) -> None:
         self.result = result
@@ -76,20 +76,20 @@ class Measuring(ABC, Generic[_Result, _Turn]):
 
     @abstractmethod
     def _amount(self, turn: _Turn) -> float:
-        """Of work, for the progress bar."""
+        """How much work the turn is, for the progress bar."""
 
     @abstractmethod
     def _measure(self, turn: _Turn, running: Running) -> str:
-        """Put more into the result; what is to be said of it."""
+        """Measure one turn into the result; returns a remark for the progress display."""
 
     @abstractmethod
     def _has(self, system: str) -> bool:
-        """Whether the result has something of it."""
+        """Whether the result has measurements of this system."""
 
     def _carry_out(self, turns: Sequence[_Turn]) -> None:
-        """Measure everything; after an interruption `result` has what was measured until then.
+        """Measure all turns; after an interruption `result` has the measurements until then.
 
-        Systems that cannot be started or stop answering are named in `result.not_run`, and the others go on.
+        A system that cannot be started or stops answering is named in `result.not_run`, and the others continue.
         """
         self._watcher.begin(sum(map(self._amount, turns)))
         for turn in turns:
@@ -115,7 +115,7 @@ class Measuring(ABC, Generic[_Result, _Turn]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one run is to do. `not_run`: systems that cannot be tried here, and why."""
+    """What one run measures. `not_run`: systems that cannot be tried here, and why."""
 
     settings: Any  # a dataclass
     systems: Mapping[str, System]
@@ -126,7 +126,7 @@ class Plan:
     facts: Mapping[str, object] = field(default_factory=dict)  # more settings, for the result
 
     def begin(self) -> dict[str, Any]:
-        """What a result says before anything is measured."""
+        """The fields of a result that are known before anything is measured."""
         bed = self.bed
         settings = {"flags": list(bed.flags), "arena": bed.arena, "environment": bed.env}
         return {
@@ -141,7 +141,7 @@ class Plan:
         }
 
     def carry_out(self, measure: Callable[[Shown], None], write: Callable[[], object]) -> int:
-        """Measure, and write what there is however that ends. 0, or 130: SIGINT or SIGTERM came."""
+        """Measure, then write the result, even after an interruption. Returns 0, or 130 after SIGINT or SIGTERM."""
         status = 0
         with Shown() as progress, Interrupts():
             for name, why in self.not_run.items():

@@ -1,6 +1,6 @@
-"""What a benchmark compares: something that serves the OpenAI API, how it is started, and what it tells when it runs.
+"""The systems that a benchmark compares: servers of the OpenAI API, how they start, and what they report when running.
 
-The systems themselves are in `pdx.bench.systems.pdx` and `pdx.bench.systems.baselines`, all of them by name in
+The systems themselves are in `pdx.bench.systems.pdx` and `pdx.bench.systems.baselines`, and by name in
 `pdx.bench.systems.names`.
 """
 
@@ -41,11 +41,11 @@ _LOG_PREFIX = re.compile(r"^(?:\x1b\[[\d;]*m)?(?:\(\w+ pid=\d+\) ?)?(?:[A-Z]+ [\
 _WORKER_FAILED = re.compile(r"Worker failed with error '(.*)', please check")
 _RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+")
 _CONSEQUENCES = ("Engine core initialization failed", "EngineDeadError", "Worker failed with error")
-_ENGINE_FAILED = b"EngineCore failed to start"  # after this its server may hang instead of ending
+_ENGINE_FAILED = b"EngineCore failed to start"  # after logging this, a server may hang instead of ending
 
 
 class CannotRun(PdxError):
-    """The system could not be started on this machine; the text is the line of its log that says why."""
+    """The system cannot run on this machine; the text says why, if possible with the decisive line of its log."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,25 @@ class Bed:
     env: dict[str, str]
     logs: Path
     max_model_len: int
-    arena: str  # memory for chunks, as `pdx up --arena` takes it; also what an offloading connector gets
+    arena: str  # memory for chunks, as `pdx up --arena` takes it; an offloading connector gets as much
 
     def engine_flags(self) -> tuple[str, ...]:
-        """What every engine of every system is started with."""
+        """The flags with which every engine of every system is started."""
         named = ("--served-model-name", self.served_name, "--max-model-len", str(self.max_model_len))
         return (*named, *self.flags)
 
     def homes(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Cores or GPU of the prefill engine and of the decode engine, the same in all systems, as variables."""
+        """Environment variables with the cores or GPU of the prefill and the decode engine, the same in all systems."""
         environ = {**os.environ, **self.env}
         prefill, decode = placement.place(2, placement.cores(), placement.gpus(), environ)
         return prefill, decode
 
 
 class Running:
-    """A started system; whoever has it closes it. For one thread.
+    """A started system; its owner closes it. Not thread-safe.
 
     `url` is where clients send /v1/completions; `prefill_url` and `decode_url` are the engines', for /metrics. `proxy`:
-    ours, in front of two engines.
+    the baseline proxy in front of two engines.
     """
 
     _has_proxy = False
@@ -88,24 +88,24 @@ class Running:
         self._servers = servers
 
     def moments(self, request_id: str) -> dict[str, float] | None:
-        """When things happened to a request, in ms of CLOCK_MONOTONIC; None: this system has no proxy that knows."""
+        """The moments of a request, in ms of CLOCK_MONOTONIC; None: the system has no proxy that knows them."""
         found = web.known(f"{self.url}/moments/{request_id}") if self._has_proxy else None
         return None if found is None else msgspec.json.decode(found, type=dict[str, float])
 
     def timeline(self, transfer: str) -> list[Moment] | None:
-        """What PDX's proxy knows of a transfer by now; None: nothing, or the system is not PDX."""
+        """What PDX's proxy knows of a transfer so far; None: nothing, or the system is not PDX."""
         return None
 
     def pause(self) -> None:
-        """Keep its processes from running until `resume`; only systems that say `polls_idle` need this. Idempotent."""
+        """Stop its processes until `resume`; only systems with `polls_idle` need this. Idempotent."""
         self._servers.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them run again. Idempotent."""
+        """Let its processes run again. Idempotent."""
         self._servers.signal(signal.SIGCONT)
 
     def died(self) -> str:
-        """Which of its processes has ended on its own, and the line of its log that says why; empty: none."""
+        """Which process has ended on its own, and the decisive line of the logs; empty: none."""
         return self._servers.died()
 
     def close(self) -> None:
@@ -114,13 +114,13 @@ class Running:
 
 
 class System(ABC):
-    """Something to compare. Holds no state: a started one is a `Running`."""
+    """A system to compare. Holds no state: `start` returns a `Running`."""
 
     name: str
     title: str
     engines: ClassVar[int] = 2
-    is_pdx: ClassVar[bool] = False  # engines behind PDX's proxy, which tells timelines
-    polls_idle: ClassVar[bool] = False  # takes processor time from others when nobody asks it anything
+    is_pdx: ClassVar[bool] = False  # engines behind PDX's proxy, which has timelines
+    polls_idle: ClassVar[bool] = False  # takes processor time from others even without requests
     packages: tuple[str, ...] = VLLM  # distributions whose versions matter
 
     @abstractmethod
@@ -129,13 +129,13 @@ class System(ABC):
 
     @abstractmethod
     def commands(self, bed: Bed) -> list[str]:
-        """What `start` does, as one would type it; ports are vLLM's usual ones."""
+        """The commands that `start` runs, as a user would type them; ports are vLLM's usual ones."""
 
     @abstractmethod
     def start(self, bed: Bed, *, trace: Path | None = None) -> Running:
-        """Start it and wait until it is ready. `trace`: PDX's processes record spans in that folder.
+        """Start the system and wait until it is ready. `trace`: PDX's processes record spans in that folder.
 
-        :raises CannotRun: a process ended, or is not ready within `START_S`. Nothing of it is left then.
+        :raises CannotRun: a process ended, or is not ready within `START_S`. No process is left then.
         """
 
     def versions(self) -> dict[str, str]:
@@ -148,7 +148,7 @@ class System(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One server of a system. `typed` is what one would type for `program`."""
+    """One server of a system. `typed` is what a user would type for `program`."""
 
     name: str
     program: tuple[str, ...]
@@ -156,7 +156,7 @@ class Command:
     options: tuple[str, ...]
     url: str
     env: dict[str, str] = field(default_factory=dict)
-    health: str = "/health"  # what it answers with 200 when it is ready; `ipc://` lets attach, `tcp://` listens
+    health: str = "/health"  # answers 200 when ready; instead, `ipc://` accepts a client, `tcp://` listens
     leaves: tuple[Path, ...] = ()  # files that stay behind if it is killed
 
     def line(self) -> str:
@@ -167,7 +167,7 @@ class Command:
 def engine_command(
     bed: Bed, name: str, port: int, *, env: dict[str, str], options: Iterable[str] = (), served: str = "MODEL"
 ) -> Command:
-    """A vLLM server on this host."""
+    """The command of a vLLM server on this host."""
     address = ("--host", "127.0.0.1", "--port", str(port))
     return Command(
         name=name,
@@ -180,22 +180,22 @@ def engine_command(
 
 
 class Servers:
-    """The processes of one running system; closing ends them, the last started first. For one thread."""
+    """The processes of one running system; closing ends them, the last started first. Not thread-safe."""
 
     def __init__(self, logs: Path, grace_s: float = guard.GRACE_S) -> None:
-        """`grace_s`: what they get to end by themselves."""
+        """`grace_s`: how long the processes may take to end by themselves."""
         self._stack = ExitStack()
         self._leavings: list[Path] = []
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
         for log in logs.glob("*.log"):
-            log.unlink()  # or an earlier run's last words would be taken for this one's
+            log.unlink()  # or an earlier run's last lines would be taken for this run's
         self._processes = self._stack.enter_context(Processes(logs, grace_s))
 
     def start(self, commands: Sequence[Command], timeout_s: float = START_S) -> None:
-        """Start these together and wait until all are ready.
+        """Start these servers together and wait until all are ready.
 
-        :raises CannotRun: one ended, its engine failed, or the time is up.
+        :raises CannotRun: a server ended, an engine failed, or a server is not ready within `timeout_s`.
         """
         self._processes.stage()
         self._leavings += [path for command in commands for path in command.leaves]
@@ -215,7 +215,7 @@ class Servers:
                 self._check(process, deadline, timeout_s)
             if failed:
                 raise CannotRun(f"{failed}: {decisive(self._logs)}")
-            failed = self._failed_engine()  # told at the next look: its worker may log the cause after it
+            failed = self._failed_engine()  # reported in the next round: the worker may log the cause later
             time.sleep(LOOK_S)
 
     def _check(self, process: Process, deadline: float, timeout_s: float) -> None:
@@ -227,15 +227,15 @@ class Servers:
             raise CannotRun(f"{process.name} was not ready within {timeout_s:.0f} s; it said last: {last}")
 
     def _failed_engine(self) -> str:
-        """Whose log says that its engine failed: one of these processes, or an engine of theirs; empty: nobody's."""
+        """The process, or the engine it started, whose log says that the engine failed; empty: none."""
         return next((log.stem for log in sorted(self._logs.glob("*.log")) if _ENGINE_FAILED in log.read_bytes()), "")
 
     def pid(self, name: str) -> int:
-        """Of the server itself."""
+        """The process id of that server."""
         return next(process.pid for process in self._processes if process.name == name)
 
     def pids(self, *names: str) -> list[int]:
-        """The servers of these names and whatever they started."""
+        """The process ids of these servers and of all processes in their groups."""
         groups = {process.pid for process in self._processes if process.name in names}
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -255,7 +255,7 @@ class Servers:
         return ""
 
     def close(self) -> None:
-        """End them, paused or not, and remove what they leave; a signal meanwhile waits. Idempotent."""
+        """End all processes, even paused ones, and remove what they leave; signals are deferred. Idempotent."""
         with undisturbed():
             self.signal(signal.SIGCONT)
             self._stack.close()
@@ -274,7 +274,7 @@ def _is_ready(command: Command) -> Callable[[], bool]:
 def _answers(url: str) -> bool:
     try:
         web.get(url, ANSWER_S)
-    except OSError:  # an HTTPError is one
+    except OSError:  # HTTPError is a subclass
         return False
     return True
 
@@ -289,7 +289,7 @@ def _listens(url: str) -> bool:
 
 
 def decisive(logs: Path) -> str:
-    """The line of the logs in this folder that says why something failed: the first cause, else the last words."""
+    """The line of the logs in this folder that says why: a worker's error, else the last exception, else the last line."""
     raised, last = "", ""
     for log in sorted(logs.glob("*.log"), key=lambda log: log.stat().st_mtime):
         for line in log.read_text(errors="replace").splitlines():
