@@ -1,10 +1,10 @@
 """The benches that need a GPU: `python -m pdx.bench.gpu [--only kernels,pinned,llama,hook]`.
 
-`--repeats` and `--prompts` shorten `--only llama`, where an accelerator's minutes are counted.
+`--repeats` and `--prompts` shorten `--only llama` where GPU time is limited.
 
-Each section runs in a process of its own and writes results/gpu-SECTION.json. Medians of at least 20 runs, each beside
-its reference. A goal that is missed is shown, not an error. Exit status 1: a section broke; 2: there is no GPU here.
-A section that needs a package or a feature which is not here is skipped, and says so.
+Each section runs in a process of its own and writes results/gpu-SECTION.json. Figures are medians of at least 20 runs,
+unless `--repeats` is lower, each beside its reference. A missed goal is shown but is not an error. Exit status 1: a
+section broke; 2: there is no GPU here. A section is skipped, with a message, if a package that it needs is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NODE_PACKAGES = (*KERNEL_PACKAGES, "xxhash", "zmq")
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One subject: a function bench.MODULE:FUNCTION from a bed to findings, and what it imports."""
+    """One subject: a function of a module, from a `Bed` to `Findings`, and the packages that it imports."""
 
     module: str
     function: str
@@ -56,13 +56,13 @@ def why_no_bed() -> str:
 
 
 def why_not(section: Section) -> str:
-    """Why it cannot run, as far as packages go; empty if it can."""
+    """Why the section cannot run, as far as packages go; empty if it can."""
     missing = [name for name in section.packages if importlib.util.find_spec(name) is None]
     return f"it needs {', '.join(missing)}: pip install '.[gpu]'" if missing else ""
 
 
 def run_here(name: str, bed_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Run one section in this process, with these settings of its own, and publish what it found."""
+    """Run one section in this process with these settings of its own, and publish its findings."""
     from pdx.bench.gpu.bed import bed, gpu_facts
 
     section = SECTIONS[name]
@@ -74,9 +74,9 @@ def run_here(name: str, bed_name: str, folder: Path, settings: Mapping[str, Any]
 
 
 def run_all(names: Sequence[str], bed_name: str, folder: Path, more: Sequence[str] = ()) -> int:
-    """Each in a process of its own, because an error of a kernel leaves its process without a usable GPU.
+    """Run each section in a process of its own, because a kernel's error leaves its process without a usable GPU.
 
-    `more`: arguments for all of them.
+    `more`: further arguments for all sections. Returns the exit status.
     """
     broken = []
     for name in names:

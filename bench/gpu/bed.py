@@ -1,7 +1,7 @@
-"""What the GPU benches run on: a real GPU, or a toy that tests use where there is none.
+"""The beds on which the GPU benches run: a real GPU, or a toy for tests without a GPU.
 
 The toy is the fake CUDA driver of our tests (tests/support) with the Triton interpreter: the same calls in the same
-order, on host memory. Nothing that is timed on it means anything.
+order, on host memory. Times measured on it mean nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKAGES = ("cuda-bindings", "triton", "numpy")
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """For `pdx.bench.harness.report.publish`."""
+    """The findings of a section, for `pdx.bench.harness.report.publish`."""
 
     title: str
     figures: list[Figure]
@@ -34,7 +34,7 @@ class Findings:
 
 
 def gpu_facts(gpu: Gpu, bed: str) -> dict[str, Any]:
-    """What GPU numbers depend on. `bed`: whether they were measured on a GPU at all."""
+    """The facts on which GPU figures depend. `bed`: its name, which says whether a GPU was measured at all."""
     return {
         "bed": bed,
         "gpu": gpu.name,
@@ -62,7 +62,7 @@ TOY_BYTES = 64 << 20
 
 
 class Bed(ABC):
-    """One GPU as torch and as the driver see it. `clock`: for `measure`, times of the current stream."""
+    """One GPU as torch and the driver see it. `clock`: reads the time of the current stream, for `measure`."""
 
     name: ClassVar[str]
     device: ClassVar[str]
@@ -72,7 +72,7 @@ class Bed(ABC):
         self.gpu = gpu
 
     def noise(self, nbytes: int, seed: int) -> Tensor:
-        """Bytes that do not repeat."""
+        """Random bytes, drawn from `seed`."""
         source = torch.Generator(self.device).manual_seed(seed)
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=self.device, generator=source)
 
@@ -85,14 +85,14 @@ class Bed(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Until the current stream has done all."""
+        """Wait until the current stream has finished its work."""
 
 
 class Moment:
-    """A point on the current stream, as the clock of a measurement: `later - earlier` waits and gives seconds.
+    """A point on the current stream, read as the clock of a measurement: `later - earlier` waits and returns seconds.
 
-    Between two moments `flush` empties the L2 cache and keeps the stream busy, outside of what is timed. While that
-    runs, the work to be timed is launched, so that the time of the launch is not in the result.
+    Each moment runs `flush`, which empties the L2 cache and keeps the stream busy, outside the timed interval. The work
+    to be timed is launched meanwhile, so that the result does not include the time of the launch.
     """
 
     def __init__(self, flush: Callable[[], None]) -> None:
@@ -122,7 +122,7 @@ class RealBed(Bed):
         self.clock = lambda: Moment(self.flush)
 
     def flush(self) -> None:
-        """Fill the cache with other lines, which need not be written back, and stay busy for `COVER_CYCLES`."""
+        """Fill the cache with other lines, which need no write-back, and keep the stream busy for `COVER_CYCLES`."""
         torch.sum(self._other, dim=0, out=self._sum)
         torch.cuda._sleep(COVER_CYCLES)
 
@@ -134,7 +134,7 @@ class RealBed(Bed):
 
 
 class ToyBed(Bed):
-    """Host memory; whatever is asked for is done at once."""
+    """Host memory; all work is done at once."""
 
     name = TOY
     device = "cpu"
@@ -152,15 +152,15 @@ class ToyBed(Bed):
 
 @contextlib.contextmanager
 def bed(name: str) -> Iterator[Bed]:
-    """The bed of that name; the toy's driver is gone behind it. :raises GpuUnavailable: there is no GPU."""
+    """The bed of that name; leaving the context removes the toy's driver. :raises GpuUnavailable: there is no GPU."""
     if name == REAL:
         yield RealBed(Gpu.find("0"))
         return
-    import triton  # noqa: F401  # natively: parts of it cannot be imported later when it was under the interpreter
+    import triton  # noqa: F401  # natively: after an import under the interpreter, parts of it cannot be imported
     from fake_cuda import fake_cuda
 
     before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"  # is read when a kernel is defined
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
     try:
         import pdx.kernels.paged  # noqa: F401
     finally:

@@ -1,7 +1,7 @@
-"""What a layer's hook costs the engine's thread: the connector's worker half under a model with the KV of Llama-3.1-8B.
+"""The cost of a layer's hook on the engine's thread: the connector's worker half with the KV of Llama-3.1-8B.
 
-The model is small, because only the thread's own time counts: of every hook of prefill steps, in each of which a gather
-is launched, and of decode steps, in nearly none of which a chunk ends.
+The rest of the model is small, because only the thread's own time counts. Hooks are timed in prefill steps, where each
+hook launches a gather, and in decode steps, where a chunk hardly ever ends.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Sizes:
 
     @property
     def short_tokens(self) -> int:
-        """Of the prompt of a request that decodes: all of them are one piece."""
+        """Prompt tokens of each request that decodes: all these prompts together are one piece."""
         return self.piece_tokens // self.requests
 
     @property
     def decode_tokens(self) -> int:
-        """Of all requests that decode, in the end."""
+        """Tokens of all requests that decode, at their end."""
         return self.requests * (self.short_tokens + self.decoded)
 
 
@@ -61,7 +61,7 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One call in one kind of step. Microseconds of the thread's own time, and by the clock."""
+    """One hook in one kind of step: microseconds of the thread's CPU time, and of wall time."""
 
     call: str
     step: str
@@ -72,7 +72,7 @@ class Row:
 
 
 class Meter:
-    """Calls of one method, each with its (CPU, wall) nanoseconds, by what kind of step it was in."""
+    """Wraps a method and records the (CPU, wall) nanoseconds of each call, by the kind of step."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -125,7 +125,7 @@ def hook(bed: Bed) -> Findings:
 
 
 def _check_saved(address: str, sizes: Sizes) -> None:
-    """Hooks that had nothing to do are cheap. :raises RuntimeError: what was computed is not in the store."""
+    """Check that the hooks had work, or they would look cheap. :raises RuntimeError: the computed KV is not stored."""
     with connect(address) as node:
         sealed = node.status().chunks.get("sealed", 0)
     if sealed < sizes.prompt_tokens // sizes.chunk_tokens:
@@ -149,7 +149,7 @@ def _measure(engine: ReferenceEngine, sizes: Sizes) -> list[Row]:
             meter.step = step
 
     for turn in range(1 + sizes.repeats):
-        step_as(PREFILL if turn else "")  # the first compiles and connects
+        step_as(PREFILL if turn else "")  # the first turn compiles and connects
         engine.add(f"prefill {turn}", prompt(sizes.prompt_tokens), 1)
         engine.run()
     step_as("")
@@ -164,7 +164,7 @@ def _measure(engine: ReferenceEngine, sizes: Sizes) -> list[Row]:
 
 
 def hook_figures(rows: Sequence[Row]) -> list[Figure]:
-    """The hook of a layer has a goal; what surrounds a step has none."""
+    """The hook of a layer has a goal; the calls at the start and end of a step have none."""
     found = []
     for row in rows:
         note = f"of {row.calls}; 99 % below {row.cpu_us_99:.1f}; {row.wall_us:.1f} by the clock"

@@ -30,7 +30,7 @@ IN_ORDER, SHUFFLED = "in order", "shuffled"
 GATHER, SCATTER, COPY = "gather", "scatter", "copy"
 WARMUPS = 3
 GOAL, LARGE_GOAL, PINNED_GOAL, PINNED_GB_S = 0.8, 0.9, 0.9, 50.0
-LARGE_BYTES = MIB  # slices of contiguous blocks; LARGE_GOAL holds from here on
+LARGE_BYTES = MIB  # LARGE_GOAL holds for slices of contiguous blocks from this size on
 LOCK_S = 60.0
 
 
@@ -83,7 +83,7 @@ class Row:
 
 
 class Case:
-    """The pages of some layers, twice as many as are moved, and the slices that they belong into."""
+    """The pages of some layers, half of which are moved, and the slices to which they belong."""
 
     def __init__(self, pool: Tensor, slices: Tensor, sizes: Sizes, kind: Kind) -> None:
         from pdx.kernels.paged import Batch, PageMap, Place, Run
@@ -120,11 +120,11 @@ class Case:
         scatter(self._pages, self._batch, 0, self._num_layers, place=self._place)
 
     def check(self, wait: Callable[[], None]) -> None:
-        """What is gathered is right, and comes back. :raises RuntimeError: it is not, or does not."""
+        """Check that gather fills the slices and scatter restores the pages. :raises RuntimeError: the bytes differ."""
         from pdx.kernels.paged import scatter
 
         self._slices.zero_()
-        wait()  # nothing orders host memory and the stream
+        wait()  # accesses by the host and by the stream are not ordered
         self.gather()
         wait()
         found = self._slices.view(self._shape)
@@ -191,7 +191,7 @@ def _slowest(name: str, cases: Sequence[Row], goal: float) -> Figure:
 
 @contextlib.contextmanager
 def locked_memory(bed: Bed, nbytes: int) -> Iterator[Tensor]:
-    """Shared memory, page-locked as a host arena is; as bytes. :raises GpuError: the driver refused to lock it."""
+    """Bytes of shared memory, page-locked as a host arena is. :raises GpuError: the driver does not lock it in time."""
     from pdx.cuda.page_lock import PageLock
 
     fd = os.memfd_create("pdx-bench", os.MFD_CLOEXEC)
@@ -216,7 +216,7 @@ def locked_memory(bed: Bed, nbytes: int) -> Iterator[Tensor]:
 
 
 def pinned(bed: Bed) -> Findings:
-    """The section `pinned`; a byte counts once."""
+    """The section `pinned`; rates count each byte once."""
     sizes = PINNED_SIZES[bed.name]
     title = f"GPU pages to page-locked host memory and back, {sizes.total_bytes / MIB:g} MiB, median of {sizes.repeats}"
     pool = bed.noise(2 * sizes.total_bytes, 1)
@@ -239,7 +239,7 @@ def pinned(bed: Bed) -> Findings:
 
 
 def pinned_figures(rows: Sequence[Row]) -> list[Figure]:
-    """The slowest case of each way, against the reference and in GB/s."""
+    """The slowest case of each direction, against the reference and in GB/s."""
     found = []
     for operation, way in ((GATHER, "pages to host"), (SCATTER, "host to pages")):
         own = [row for row in rows if row.operation == operation]

@@ -1,11 +1,11 @@
 """Prefill in one engine process and decode in another on one GPU, with the shapes of Llama-3.1-8B and random weights.
 
-Once with one GPU node that both engines have mapped, once with a node for each and the channel `cuda_ipc` between them.
-Exposed is the time from the moment when the prompt's last layer is computed until the decoder may run the request;
-hidden are the bytes that were where the decoder finds them at that moment. The decoder's load reads and writes each
-byte of the prompt once, so a copy of those bytes within the GPU is the least that can be exposed; it is measured, too.
-From some length on that alone is more than the goal, which is for prompts of up to 8,192 tokens. What the connector
-costs the prefill engine is measured against an engine without it, the same prompts in turns, never both at once.
+The bench runs with one GPU node that both engines map, and with a node per engine and the channel `cuda_ipc` between
+them. The exposed time lasts from the end of the prompt's last layer until the decoder may run the request. Bytes are
+hidden if they are where the decoder finds them when that layer ends. The decoder's load reads and writes each byte of
+the prompt once, so a copy of those bytes within the GPU is a lower bound of the exposed time; it is measured, too. For
+long prompts that copy alone exceeds the goal, which holds up to 8,192 tokens. What the connector costs the prefill
+engine is measured against an engine without it, on the same prompts in turns, never both at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pdx.wire.proxy import NodeReport, decode_to_proxy
 
 
 class Scribe:
-    """Nodes whose `proxy` is `address` report to it; it answers nothing."""
+    """Collects the reports of nodes whose `proxy` is `address`; answers nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.address = f"ipc://{folder}/scribe.sock"
@@ -44,9 +44,9 @@ class Scribe:
         self._moments: dict[str, list[Moment]] = {}
 
     def transfer(self, name: str, last: Event, timeout_s: float = 10.0) -> Breakdown:
-        """A transfer's times, when everything up to RUNNABLE and `last` was told.
+        """A transfer's times; waits until PREFILL_END, SEALED, RUNNABLE and `last` are reported.
 
-        :raises RuntimeError: that did not happen in time.
+        :raises RuntimeError: an event is not reported within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         wanted = {Event.PREFILL_END, Event.SEALED, Event.RUNNABLE, last}
@@ -73,12 +73,12 @@ class Scribe:
 
 
 EXPOSED_MS, HIDDEN, SLOWED = 3.0, 0.97, 0.02
-EXPOSED_TOKENS = 8192  # the goal for what is exposed holds up to here
-COPIED_BYTES = {REAL: 512 << 20, TOY: 1 << 20}  # by the copy that is the measure
+EXPOSED_TOKENS = 8192  # EXPOSED_MS holds for prompts up to this length
+COPIED_BYTES = {REAL: 512 << 20, TOY: 1 << 20}  # by the reference copy
 WARMUPS = 2
 COPY_REPEATS = 9
 WARM_S = 60.0
-DECODED = 4  # tokens; the first one tells that the loaded KV is right
+DECODED = 4  # tokens of a decode leg
 MIB = 1 << 20
 
 
@@ -110,7 +110,7 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """One prompt, from one engine to the other."""
+    """The handoff of one prompt from one engine to the other."""
 
     prompt_tokens: int
     channel: str  # empty: one node
@@ -122,7 +122,7 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One prompt, computed with the connector and without; milliseconds from its arrival to its last layer."""
+    """One prompt, computed with and without the connector: milliseconds from arrival to the end of the last layer."""
 
     prompt_tokens: int
     with_ms: float
@@ -130,7 +130,7 @@ class Prefill:
 
 
 class Stage:
-    """The nodes, and two engine processes, which outlive it."""
+    """The nodes, and two engine processes, which outlive the stage."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Stage:
         self._prompt_tokens = prompt_tokens
 
     def open(self, index: int, role: str) -> None:
-        """Make the engine of that process; an empty role: without the connector."""
+        """Create the engine in that process; an empty role: without the connector."""
         sizes = self._sizes
         num_blocks = 8 + -(-(self._prompt_tokens + DECODED) // 16)
         settings: dict[str, Any] = {
@@ -180,7 +180,7 @@ class Stage:
         self._engines[index].do("open", **settings)
 
     def warm_handoffs(self) -> None:
-        """Until a prompt gets across: engines map the arena in the background."""
+        """Hand over prompts until one is loaded, because engines map the arena in the background."""
         self._until(lambda: self._hand_over()[2]["loaded_tokens"], "no prompt is handed over")
 
     def warm_prefills(self) -> None:
@@ -201,16 +201,16 @@ class Stage:
                 raise RuntimeError(f"{otherwise} within {WARM_S} s")
 
     def _hand_over(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
-        """One new prompt: its transfer, and what became of both legs."""
+        """Hand over one new prompt; returns its transfer id and the results of both legs."""
         pair = legs(self._prompt(), DECODED, NODES if self._channel else ("", ""))
         first, second = self._engines
         [prefilled], [decoded] = hand_over(first, second, [pair], mode="sampled")
         return pair[0]["params"]["transfer_id"], prefilled, decoded
 
     def handoff(self) -> Handoff:
-        """One new prompt: the decode leg waits in its engine while the prompt is computed.
+        """Measure the handoff of one new prompt; its decode leg waits in the decode engine during prefill.
 
-        :raises RuntimeError: the decoder has computed the prompt, or the timeline has holes.
+        :raises RuntimeError: the decoder has computed the prompt itself, or the timeline has holes.
         """
         transfer, prefilled, decoded = self._hand_over()
         if decoded["loaded_tokens"] < self._prompt_tokens - self._sizes.chunk_tokens:
@@ -229,7 +229,7 @@ class Stage:
         )
 
     def prefill(self, turn: int) -> Prefill:
-        """One new prompt through both engines, of which only the first has the connector."""
+        """Time one new prompt in both engines, of which only the first has the connector."""
         prompt = self._prompt()
         took = [0.0, 0.0]
         for index in (0, 1) if turn % 2 else (1, 0):
@@ -246,7 +246,7 @@ class Stage:
 def stage(
     sizes: Sizes, engines: Sequence[EngineProcess], prompt_tokens: int, channel: str, roles: Sequence[str]
 ) -> Iterator[Stage]:
-    """Nodes, which end with this context, and an engine in each process."""
+    """A stage with an engine in each process; its nodes and engines end with this context."""
     with contextlib.ExitStack() as stack:
         made = Stage(sizes, engines, prompt_tokens, channel, stack)
         for index, role in enumerate(roles):
@@ -255,7 +255,7 @@ def stage(
 
 
 def copy_seconds(bed: Bed) -> float:
-    """Of one byte, read and written within the GPU."""
+    """Seconds per byte that is read and written within the GPU."""
     nbytes = COPIED_BYTES[bed.name]
     source, target = bed.zeros(nbytes), bed.zeros(nbytes)
     calls = {"copy": lambda: target.copy_(source)}
@@ -266,7 +266,7 @@ def copy_seconds(bed: Bed) -> float:
 
 
 def llama(bed: Bed, repeats: int = 0, prompts: Sequence[int] = ()) -> Findings:
-    """The section `llama`; with `repeats` measured prompts of each case, of those lengths, if they are given."""
+    """The section `llama`. `repeats`: measured prompts of each case, `prompts`: their lengths; empty: the defaults."""
     sizes = SIZES[bed.name]
     sizes = replace(sizes, repeats=repeats or sizes.repeats, prompts=prompts or sizes.prompts)
     byte_s = copy_seconds(bed)
@@ -296,7 +296,7 @@ def llama(bed: Bed, repeats: int = 0, prompts: Sequence[int] = ()) -> Findings:
 
 
 def llama_figures(handoffs: Sequence[Handoff], prefills: Sequence[Prefill], token_s: float) -> list[Figure]:
-    """Medians of each prompt length and each way. `token_s`: seconds that a copy of a token's bytes takes."""
+    """Medians per prompt length and way. `token_s`: seconds that a copy of a token's bytes takes."""
     found = []
     for prompt_tokens, channel in dict.fromkeys((each.prompt_tokens, each.channel) for each in handoffs):
         own = [each for each in handoffs if (each.prompt_tokens, each.channel) == (prompt_tokens, channel)]

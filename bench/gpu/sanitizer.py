@@ -1,7 +1,7 @@
 """Runs the kernel tests under NVIDIA's compute-sanitizer, memcheck and initcheck: `python -m pdx.bench.gpu.sanitizer`.
 
-Says so, and succeeds, where it is not installed or there is no GPU: it comes with the CUDA toolkit, not with what PDX
-needs.
+Without the sanitizer or a GPU, the command says so and succeeds: the sanitizer comes with the CUDA toolkit, which PDX
+does not need.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from pdx.bench.harness.report import ROOT
 from pdx.cuda.gpu import why_no_gpu
 
-# The copy kernel has no shared memory, which is all that racecheck looks at. Calls of CUDA that fail are not findings:
+# No racecheck: it checks shared memory only, and the copy kernel has none. Failed CUDA calls are not findings, because
 # torch and cuda-bindings ask for a context before there is one.
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "initcheck": ()}
 TESTS = ["tests/gpu/test_real_kernels.py", "-k", "test_whole_batches or test_slots_in_memory_of_the_driver"]
@@ -27,7 +27,7 @@ def find() -> str | None:
 
 
 def paths() -> str:
-    """PYTHONPATH with which children find `pdx`, too, from a checkout."""
+    """The PYTHONPATH with which child processes find `pdx` in a checkout, too."""
     return os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
 
 
@@ -39,7 +39,7 @@ def main() -> int:
     if program is None:
         print("compute-sanitizer is not run: it is not installed (CUDA toolkit, or /usr/local/cuda/bin)")
         return 0
-    # Each tensor is an allocation of its own, so that a byte behind it is seen.
+    # Each tensor is an allocation of its own, so that an access past its end is detected.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths()}
     for tool, settings in TOOLS.items():
         command = [

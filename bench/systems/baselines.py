@@ -165,7 +165,7 @@ class LMCache(Plain):
     )
 
     def __init__(self, chunk_tokens: int | None = None) -> None:
-        """`chunk_tokens`: by default LMCache's own. A hit ends with a chunk, so smaller chunks leave less to compute."""
+        """`chunk_tokens`: None: LMCache's default. Hits end with a chunk, so smaller chunks leave less to compute."""
         if chunk_tokens is None:
             super().__init__("lmcache", "LMCache")
             self._chunks: tuple[str, ...] = ()

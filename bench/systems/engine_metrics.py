@@ -1,4 +1,4 @@
-"""vLLM's own /metrics over a batch of requests: read before and after it, and subtracted. Resets of prefix caches."""
+"""vLLM's own /metrics over a batch of requests: read before and after it, and subtracted. Also resets prefix caches."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Relay:
             _shut(each)
 
     def close(self) -> None:
-        """End all connections and threads. Waits for the time of the bytes that are still on the line."""
+        """End all connections and threads. Waits while bytes are still on the line."""
         _shut(self._listener)
         self._threads[0].join()  # from here on there is no new connection
         for each in self._sockets:

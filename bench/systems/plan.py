@@ -80,7 +80,7 @@ class Measuring(ABC, Generic[_Result, _Turn]):
 
     @abstractmethod
     def _measure(self, turn: _Turn, running: Running) -> str:
-        """Measure one turn into the result; returns a remark for the progress display."""
+        """Measure one turn and add it to the result; returns a remark for the progress display."""
 
     @abstractmethod
     def _has(self, system: str) -> bool:

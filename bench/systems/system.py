@@ -289,7 +289,7 @@ def _listens(url: str) -> bool:
 
 
 def decisive(logs: Path) -> str:
-    """The line of the logs in this folder that says why: a worker's error, else the last exception, else the last line."""
+    """The log line in this folder that says why: a worker's error, else the last exception, else the last line."""
     raised, last = "", ""
     for log in sorted(logs.glob("*.log"), key=lambda log: log.stat().st_mtime):
         for line in log.read_text(errors="replace").splitlines():
