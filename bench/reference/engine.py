@@ -1,5 +1,5 @@
-"""A small engine that is not vLLM, on the same connector core: proof that PDX serves more than one engine, and the load
-of GPU measurements. Continuous batching, prompts in pieces, greedy decoding, one rank.
+"""A small engine other than vLLM on the same connector core: it proves that PDX serves more than one engine, and is the
+load of GPU measurements. Continuous batching, prompts in pieces, greedy decoding, one rank.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ATTACH_S = 20.0
 
 
 def chained_hash(request: Request, parent: bytes | None, start: int, end: int) -> bytes:
-    """The hash of tokens [start, end) and, by `parent`, of all before them."""
+    """The hash of tokens [start, end) and, through `parent`, of all tokens before them."""
     return hashlib.sha256((parent or bytes(32)) + array("q", request.all_token_ids[start:end]).tobytes()).digest()
 
 
 class Hashing(BlockHashing):
-    """This engine has no cache of its own, from which a request could get another one's blocks."""
+    """Block hashing of this engine, which has no prefix cache and so never shares blocks between requests."""
 
     def keep_apart(self, request: Request, form: str) -> bool:
         return True
@@ -39,7 +39,7 @@ class Hashing(BlockHashing):
 
 @dataclass(slots=True)
 class Stats:
-    """What became of a request. Moments are CLOCK_MONOTONIC nanoseconds, 0 before they come."""
+    """Times and token counts of one request. Times are CLOCK_MONOTONIC nanoseconds, 0 until they are known."""
 
     added_ns: int = 0
     loaded_ns: int = 0  # its load is over
@@ -51,7 +51,7 @@ class Stats:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and what is made of it. To the connector it is an `EngineRequest`."""
+    """A prompt with its generated tokens and state. For the connector it is an `EngineRequest`."""
 
     request_id: str
     all_token_ids: list[int]
@@ -66,7 +66,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and generated ones."""
+        """Prompt tokens and generated tokens."""
         return len(self.all_token_ids)
 
     @property
@@ -81,8 +81,8 @@ class Request:
 
 
 class DecodeGraphs:
-    """CUDA graphs of steps in which each request computes one token: one for each number of requests and, in powers
-    of two, of blocks. As in vLLM, a replay calls no layer hook."""
+    """CUDA graphs of steps in which each request computes one token: a graph per number of requests and of blocks, the
+    latter rounded up to a power of two. As in vLLM, a replay calls no layer hook."""
 
     def __init__(self, model: Model, kv: PagedKv) -> None:
         self._model = model
@@ -106,7 +106,7 @@ class DecodeGraphs:
         static = Batch.of([([0], 0, [0] * width)] * size, device)  # only block 0 is written
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries allocate what they need before a capture
+        with torch.cuda.stream(stream):  # so that libraries allocate before the capture
             self._model.forward([static], self._kv)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -116,12 +116,12 @@ class DecodeGraphs:
 
 
 class ReferenceEngine:
-    """One engine in this process and on its calling thread; both halves of the connector are in it.
+    """One engine in this process, run by the calling thread, with both halves of the connector.
 
-    `exact`: each request goes through the model by itself, in pieces that depend neither on others nor on what was
-    loaded. Then equal prompts have equal KV bit for bit, whoever computes them, as long as chunks are whole pieces.
+    `exact`: each request goes through the model by itself, in pieces that depend neither on other requests nor on what
+    was loaded. Every engine then computes bit-identical KV for equal prompts, as long as chunks are whole pieces.
 
-    :raises NodeUnavailable: no node at its start. When the node is lost later, the engine goes on without.
+    :raises NodeUnavailable: no node answers at the start. If the node is lost later, the engine continues without it.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class ReferenceEngine:
         device: str = "cpu",
         *,
         connector: ConnectorConfig | None = None,
-        name: str = "",  # for the node, which lets no two engines have one; empty: one that nobody else has
+        name: str = "",  # unique among the engines of the node; empty: a random name
         num_blocks: int = 256,
         block_tokens: int = 16,
         order: str = AXES,
-        piece_tokens: int = 2048,  # of a prompt in one step, and of all prompts together
+        piece_tokens: int = 2048,  # at most in one step: of a prompt, and of all prompts together
         exact: bool | None = None,  # None: on CPUs
         graphs: bool = False,
     ) -> None:
@@ -185,9 +185,9 @@ class ReferenceEngine:
     def add(
         self, name: str, prompt: Sequence[int], max_tokens: int = 16, params: dict[str, Any] | None = None
     ) -> Request:
-        """A request that the next steps work on; `params` are its `kv_transfer_params`.
+        """Enqueue a request for the next steps; `params` are its `kv_transfer_params`.
 
-        :raises ValueError: an empty prompt, or more tokens than the KV cache holds.
+        :raises ValueError: the prompt is empty, `max_tokens` is below 1, or the KV cache is too small.
         """
         blocks = -(-(len(prompt) + max_tokens) // self.kv.block_tokens)
         if not prompt or max_tokens < 1 or blocks >= self.kv.layers[0].shape[0]:
@@ -199,7 +199,6 @@ class ReferenceEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether another step has anything to do."""
         unsent = self.scheduler is not None and self.scheduler.has_unsent_plans()
         return bool(self.waiting or self.loading or self.running or unsent)
 
@@ -208,7 +207,7 @@ class ReferenceEngine:
             self.step()
 
     def step(self) -> None:
-        """Admit what fits, compute one step of what runs, and take in what was loaded. Never waits for a transfer."""
+        """Admit requests that fit, compute one step, and take in completed loads. Never waits for a transfer."""
         self._admit()
         work = self._schedule()
         if self.scheduler is not None and self.worker is not None:
@@ -243,14 +242,14 @@ class ReferenceEngine:
                 self.running.append(request)
 
     def _schedule(self) -> list[tuple[Request, int, int]]:
-        """Requests with the tokens [start, end) that they compute in this step: single ones first, then pieces of
-        prompts. A piece ends at a multiple of `piece_tokens`, so it is the same wherever a load has ended."""
+        """Requests with the tokens [start, end) that they compute in this step: single tokens first, then pieces of
+        prompts. A piece ends at a multiple of `piece_tokens`, so its end does not depend on where a load ended."""
         single, pieces, room = [], [], self.piece_tokens
         for request in self.running:
             start = request.num_computed
             end = min(request.num_tokens, (start // self.piece_tokens + 1) * self.piece_tokens)
             if self.exact and start < request.num_prompt_tokens - 1:
-                end = min(end, request.num_prompt_tokens - 1)  # a decoder computes the last one alone
+                end = min(end, request.num_prompt_tokens - 1)  # a decoder computes the last token alone
             if end - start == 1:
                 single.append((request, start, end))
             elif end - start <= room:
@@ -260,7 +259,7 @@ class ReferenceEngine:
 
     @staticmethod
     def _record(work: Sequence[tuple[Request, int, int]]) -> StepRecord:
-        """The step; every request of it is told of in full."""
+        """The step, with all its requests in full."""
         requests = [
             StepRequest(request.request_id, start, end - start, request.num_tokens, [request.block_ids])
             for request, start, end in work
@@ -270,7 +269,7 @@ class ReferenceEngine:
     # ---- computing --------------------------------------------------------------------------
 
     def _forward(self, work: Sequence[tuple[Request, int, int]]) -> tuple[torch.Tensor, Callable[[], int]]:
-        """The next token of each request, in host memory as soon as the returned function has told the moment."""
+        """The next tokens, and a function that returns when they were computed; after that they are in host memory."""
         block = self.kv.block_tokens
         inputs = [(request.all_token_ids[a:b], a, request.block_ids[: -(-b // block)]) for request, a, b in work]
         if self.graphs is not None and all(len(ids) == 1 for ids, _, _ in inputs):
@@ -311,7 +310,7 @@ class ReferenceEngine:
             self.scheduler.finished(request)
 
     def _take_loaded(self) -> None:
-        """Requests whose load is over run from the first block on that did not come, at least for one token."""
+        """Run requests whose load is over, from the first missing block on; at least the last prompt token is computed."""
         finished, failed = self.worker.finished_loads() if self.worker is not None else (set(), set())
         if self.scheduler is not None and self.worker is not None:
             if failed:

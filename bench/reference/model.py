@@ -1,7 +1,7 @@
 """The model of the reference engine: Llama shapes with random weights over a paged KV cache, in plain PyTorch.
 
-Correct first: keys and values are gathered from their pages before each attention. On a GPU no mask of a prompt's
-length squared is made: a piece of a prompt is attended with a causal bias that the flash kernels know.
+Correctness comes before speed: keys and values are gathered from their pages before each attention. On a GPU, no mask
+of a prompt's length squared is made: a piece of a prompt is attended with a causal bias that flash kernels support.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn import functional
 
 AXES = "LBNHC"  # layers, blocks, tokens of a block, KV heads, content: keys and then values of one head
 EPSILON = 1e-5
-ATTENTION_GAIN = 2.0  # wider than usual: attention of random weights would else be a mean, and hide what it read
+ATTENTION_GAIN = 2.0  # wider than usual: otherwise attention of random weights is a mean, and hides what it read
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What decides the sizes of all weights; heads, KV heads and `head_dim` as in Llama's configuration."""
+    """The sizes that decide all weights' shapes; heads, KV heads and `head_dim` as in Llama's configuration."""
 
     layers: int
     hidden: int
@@ -40,8 +40,8 @@ SHAPES = {
 
 
 class PagedKv:
-    """KV of all layers in one buffer. `order` is the physical order of its axes (see AXES), any that keeps a page, one
-    block of one layer, in one piece. Block 0 is nobody's: block tables are filled up with it."""
+    """KV of all layers in one buffer. `order` is the physical order of its axes (see AXES): any order that keeps a
+    page, one block of one layer, contiguous. Block 0 belongs to no request; block tables are padded with it."""
 
     def __init__(
         self, shapes: Shapes, num_blocks: int, block_tokens: int, order: str, dtype: torch.dtype, device: torch.device
@@ -59,7 +59,7 @@ class PagedKv:
         return int(self.layers[0][0].numel() * self.layers[0].element_size())
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, content: Tensor) -> None:
-        """Put content [tokens, heads, 2 dim] where block and offset of each token say."""
+        """Write content [tokens, heads, 2 dim] at the block and offset of each token."""
         self.layers[layer][blocks, offsets] = content
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,16 +71,16 @@ class PagedKv:
 
 @dataclass(slots=True)
 class Batch:
-    """Tokens that go through the model together. Requests with one token each are the first `num_single`; those are
-    attended together, the others one by one."""
+    """Tokens that go through the model together. The first `num_single` requests have one token each and are attended
+    together; the others are attended one by one."""
 
     tokens: Tensor  # [tokens]
     positions: Tensor  # [tokens]
-    rows: Tensor  # [tokens]: the row of `table` that each token's request has
+    rows: Tensor  # [tokens]: the row of each token's request in `table`
     table: Tensor  # [requests, blocks]
     last: Tensor  # [requests]: index of each request's last token
     num_single: int
-    spans: list[tuple[int, int, int]]  # of the others: first token, the one after the last, tokens of the context
+    spans: list[tuple[int, int, int]]  # of the others: first token, end, tokens of the context
 
     @classmethod
     def of(cls, work: Sequence[tuple[Sequence[int], int, Sequence[int]]], device: torch.device) -> Batch:
@@ -102,7 +102,7 @@ class Batch:
 
 
 class Model:
-    """Weights drawn from `seed`: two processes with devices of one type have the same."""
+    """A model with weights drawn from `seed`; processes with devices of the same type have the same weights."""
 
     def __init__(self, shapes: Shapes, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shapes = shapes
@@ -130,7 +130,7 @@ class Model:
     ) -> Tensor:
         """Compute the parts' KV into `kv`, layer by layer; returns the logits of each request's last token.
 
-        A part's result does not depend on what the other parts are. `on_layer` is called when a layer's KV is written.
+        A part's result does not depend on the other parts. `on_layer` is called with each layer whose KV is written.
         """
         with torch.inference_mode():
             hidden = [self.embedding[part.tokens] for part in parts]
@@ -184,7 +184,7 @@ class Model:
 
 
 def _causal(count: int, length: int, device: torch.device) -> Tensor:
-    """What tells attention that the queries are the last `count` tokens of `length`."""
+    """The attention bias for queries that are the last `count` tokens of `length`."""
     if device.type == "cpu":
         return torch.ones(count, length, dtype=torch.bool).tril(length - count)
     from torch.nn.attention.bias import causal_lower_right  # more than a second: it imports torch's compiler

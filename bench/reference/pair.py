@@ -1,6 +1,6 @@
-"""A prefill and a decode reference engine in processes of their own, and the nodes between them.
+"""A prefill and a decode reference engine in processes of their own, and their nodes.
 
-An engine process reads one JSON line for each order, [verb, arguments], and answers with one JSON line.
+An engine process reads each order as one JSON line, [verb, arguments], and answers it with one JSON line.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class EngineProcess:
         self.close = self._child.close  # it detaches first
 
     def send(self, verb: str, **arguments: Any) -> None:
-        """Order something (the methods of `_Orders`)."""
+        """Send an order: a method of `_Orders` and its arguments."""
         self._child.tell([verb, arguments])
 
     def result(self) -> Any:
-        """What became of the oldest order that was not asked about.
+        """Wait for the result of the oldest order whose result was not yet returned.
 
-        :raises RuntimeError: it failed there, or the process is gone.
+        :raises RuntimeError: the order failed, or the process is gone.
         """
         answer = self._child.heard()
         if "error" in answer:
@@ -52,7 +52,7 @@ class EngineProcess:
 
 
 class _Orders:
-    """What an engine process can be told; each method is a verb."""
+    """The orders of an engine process; each method is a verb."""
 
     def __init__(self) -> None:
         self._engine: ReferenceEngine | None = None
@@ -65,26 +65,25 @@ class _Orders:
         return self._engine
 
     def open(self, *, shapes: dict[str, Any], connector: dict[str, Any] | None = None, **settings: Any) -> None:
-        """Make the engine, in the place of the one before."""
+        """Create the engine, in place of an earlier one."""
         self.close()
         checked = None if connector is None else parse(ConnectorConfig, connector)
         self._engine = ReferenceEngine(Shapes(**shapes), connector=checked, **settings)
 
     def begin(self, *, requests: Sequence[dict[str, Any]]) -> None:
-        """Take these requests (arguments of `ReferenceEngine.add`), and step until each has computed or loaded."""
+        """Add these requests (arguments of `ReferenceEngine.add`), and step until each has computed or loaded some."""
         self._begun += (added := [self.engine.add(**request) for request in requests])
         while not all(request.num_computed for request in added):
             self.engine.step()
 
     def run(self, *, requests: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """Take these requests, and step until all requests are finished; what became of them, in their order."""
+        """Add these requests, and step until all requests are finished; returns their outputs and stats, in order."""
         found = [*self._begun, *(self.engine.add(**request) for request in requests)]
         self._begun = []
         self.engine.run()
         return [{"name": request.request_id, "output": request.output, **asdict(request.stats)} for request in found]
 
     def close(self) -> None:
-        """Close the engine, if there is one."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -93,14 +92,14 @@ class _Orders:
 def serve(threads: int) -> None:
     """An engine process: orders from stdin, answers to stdout, until stdin ends."""
     torch.set_num_threads(threads)
-    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # output of libraries is no answer
     orders = _Orders()
     try:
         for line in sys.stdin:
             verb, arguments = json.loads(line)
             try:
                 answer = {"result": getattr(orders, verb)(**arguments)}
-            except Exception as error:  # noqa: BLE001 - whoever gave the order gets it
+            except Exception as error:  # noqa: BLE001 - the answer tells the caller
                 answer = {"error": f"{verb}: {error!r}"}
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
@@ -109,7 +108,7 @@ def serve(threads: int) -> None:
 
 
 def legs(prompt: Sequence[int], max_tokens: int, nodes: Sequence[str] = ("", "")) -> tuple[dict[str, Any], ...]:
-    """The prefill and the decode leg of one prompt, for engines on these nodes; both names empty: on one node."""
+    """The prefill and the decode leg of one prompt, for engines on these nodes; both names empty: one node."""
     transfer = secrets.token_hex(16)
     prefill = {"do_remote_decode": True, "transfer_id": transfer, "decode_node": nodes[1]}
     decode = {
@@ -127,9 +126,9 @@ def legs(prompt: Sequence[int], max_tokens: int, nodes: Sequence[str] = ("", "")
 def hand_over(
     first: EngineProcess, second: EngineProcess, pairs: Sequence[Sequence[dict[str, Any]]], *, mode: str = "forward"
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Run both legs of each prompt; what became of them, with the whole output in the decode leg's.
+    """Run both legs of each prompt and return their results; a decode leg's result has the whole output.
 
-    `forward`: a decode leg starts when the prefill legs have answered, with the first token behind its prompt.
+    `forward`: a decode leg starts when the prefill legs have answered, with the first token appended to its prompt.
     `sampled`: it waits in the decode engine while the prompt is computed, and samples every token.
     """
     prefills, decodes = [pair[0] for pair in pairs], [dict(pair[1]) for pair in pairs]
@@ -150,7 +149,7 @@ def hand_over(
 
 @contextlib.contextmanager
 def nodes_for(channel: str, settings: dict[str, Any]) -> Iterator[list[str]]:
-    """Addresses of the nodes of the prefill and the decode engine: one node, or two over `channel`."""
+    """Addresses of the prefill and the decode engine's nodes: one node for both, or two connected by `channel`."""
     more: dict[str, Any] = {"channels": [channel]} if channel else {}
     with nodes(NODES if channel else NODES[:1], **more, **settings) as addresses:
         for address in addresses:

@@ -1,4 +1,4 @@
-"""`pdx bench serve`: real workloads against a running service, by vLLM's own load generator."""
+"""`pdx bench serve`: real workloads against a running service, sent by vLLM's own load generator."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def serve(
 
 
 def _labels(addresses: list[str], labels: tuple[str, ...]) -> list[str]:
-    """:raises ConfigError: there are not as many labels as services, or two files would have one name."""
+    """One label per service. :raises ConfigError: their number is wrong, or two labels give the same file name."""
     from pdx.bench.serve.report import file_name
 
     found = list(labels) or [address.partition("://")[2].rstrip("/") for address in addresses]
@@ -147,7 +147,7 @@ def _labels(addresses: list[str], labels: tuple[str, ...]) -> list[str]:
 
 
 def _admins(addresses: list[str], admins: tuple[str, ...]) -> list[str]:
-    """:raises ConfigError: there are more of them than services."""
+    """One URL per service, empty if not given. :raises ConfigError: there are more URLs than services."""
     if len(admins) > len(addresses):
         raise ConfigError(
             f"--admin is given {len(admins)} times for {len(addresses)} services ({', '.join(addresses)})"

@@ -1,4 +1,4 @@
-"""What `pdx bench serve` shows and keeps: the keys of `vllm bench serve`, and ours beside them under "pdx"."""
+"""The results of `pdx bench serve`: the keys of `vllm bench serve`, and PDX's own beside them under "pdx"."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ PERCENTILES = (50, 95, 99)
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # vLLM's names
 SHOWN = ("mean", *(f"p{percentile}" for percentile in PERCENTILES))
 RATES = ("request_throughput", "output_throughput", "request_goodput")
-TOLERATED_GAPS = 0.05  # of a request's gaps may be longer than `itl`
-BUSY = 0.5  # of one core: above this share the client's own work shows in what it measures
+TOLERATED_GAPS = 0.05  # the share of a request's gaps that may be longer than `itl`
+BUSY = 0.5  # of one core: above this share the client's own work shows in its figures
 _UNITS_MS = {"ms": 1.0, "s": 1000.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The most that each may take in ms; None: no matter. All that are given must hold for a request to be good."""
+    """Upper bounds in ms; None: no bound. A request is good if it meets all bounds that are set."""
 
     ttft: float | None = None  # sent -> first token
     itl: float | None = None  # between two tokens, for all but `TOLERATED_GAPS` of the request's gaps
@@ -43,9 +43,9 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """Of `ttft=2s,itl=50ms`; "" is the objective that everything meets.
+        """Parse text such as `ttft=2s,itl=50ms`; every request meets "".
 
-        :raises ConfigError: a name or a duration is none of these, or comes twice.
+        :raises ConfigError: a name or a duration is invalid, or a name occurs twice.
         """
         names = [each.name for each in fields(cls)]
         found: dict[str, float] = {}
@@ -66,7 +66,7 @@ class Slo:
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
 
     def missed(self, *, ttft: float, itls: Sequence[float], latency: float, tokens: int) -> list[str]:
-        """The objectives that this request, whose times are seconds, did not meet."""
+        """The objectives that a request did not meet; its times are in seconds."""
         gaps = sorted(itls)
         tolerated = gaps[len(gaps) - 1 - int(len(gaps) * TOLERATED_GAPS)] if gaps else 0.0
         tpot = (latency - ttft) / (tokens - 1) if tokens > 1 else 0.0
@@ -75,9 +75,9 @@ class Slo:
 
 
 def summary(results: Sequence[Result], slo: Slo) -> Result:
-    """One result of several: vLLM's keys and arithmetic, over the requests of all of them that succeeded.
+    """Merge several results into one, with vLLM's keys and arithmetic over all requests that succeeded.
 
-    `goodput` is ours: it knows `itl`, too.
+    `goodput` is PDX's own: it covers `itl`, too.
     """
     lists = {name: [value for each in results for value in each[name]] for name in LISTS}
     good = [at for at, error in enumerate(lists["errors"]) if not error]
@@ -128,7 +128,7 @@ def summary(results: Sequence[Result], slo: Slo) -> Result:
 
 
 class Report:
-    """Makes results of servers, keeps them in `folder` and shows them."""
+    """Computes the results of servers, saves them in `folder` and shows them."""
 
     def __init__(self, settings: Settings, slo: Slo, folder: Path, *, tokenizer: str) -> None:
         self._settings = settings
@@ -137,7 +137,7 @@ class Report:
         self._tokenizer = tokenizer
 
     def result(self, server: Server, *, is_complete: bool) -> Result:
-        """All that is known of one server, ready for JSON."""
+        """The whole result of one server, ready for JSON."""
         settings = self._settings
         figures = self._figures(server.blocks)
         rounds = zip_longest(*(block.results for block in server.blocks))
@@ -173,7 +173,7 @@ class Report:
         return {**header, **figures, "pdx": ours}
 
     def write(self, servers: Sequence[Server], *, is_complete: bool) -> list[Path]:
-        """Keep one file for each server, and for two servers their comparison; returns the files."""
+        """Write one file per server and, for two servers, their comparison; returns the paths."""
         found = {file_name(each.label): self.result(each, is_complete=is_complete) for each in servers}
         if len(servers) == 2:
             found["comparison.json"] = self.compare(*servers)
@@ -182,8 +182,8 @@ class Report:
         return [self._folder / name for name in found]
 
     def compare(self, first: Server, second: Server) -> Result:
-        """How many times better the first did, in each block that both got through. The blocks are what tells how much
-        of a ratio is chance: both did each of them within the same minutes."""
+        """How many times better the first server did, in each block that both completed. The spread over the blocks
+        shows how much of a ratio is chance, because both servers did each block within the same minutes."""
         both = list(zip(first.blocks, second.blocks, strict=False))
         blocks = [(self._figures([one]), self._figures([other])) for one, other in both]
         keys = [f"{name}_{metric}_ms" for metric in METRICS for name in SHOWN]
@@ -203,7 +203,6 @@ class Report:
         }
 
     def show(self, servers: Sequence[Server]) -> None:
-        """Print the table and what is to be said about it."""
         table = Table(title=f"{self._settings.workload}: {self._settings.requests} requests, ms", title_justify="left")
         for column in ("", *SHOWN):
             table.add_column(column, justify="right" if column else "left")
@@ -254,7 +253,7 @@ class Report:
 
 
 def ratio(key: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> float | None:
-    """How many times better the first is; None where that cannot be said."""
+    """How many times better the first is; None if a figure is missing or 0."""
     above, below = (first[key], second[key]) if key in RATES else (second[key], first[key])
     return above / below if above and below else None
 
@@ -264,7 +263,7 @@ def file_name(label: str) -> str:
 
 
 def _answers(block: Block) -> dict[tuple[int, int], str]:
-    """Texts by round and conversation; a failed request was the last one of its conversation."""
+    """Answers by round and conversation; a conversation ends with its first failed request."""
     found: dict[tuple[int, int], str] = {}
     asked: Sequence[int] = range(len(block.results[0]["errors"]) if block.results else 0)
     for number, result in enumerate(block.results):
@@ -275,13 +274,13 @@ def _answers(block: Block) -> dict[tuple[int, int], str]:
 
 
 def _cpu_share(server: Server) -> float:
-    """Of one core, that this process used while requests were under way."""
+    """The share of one core that this process used while requests were in flight."""
     duration_s = sum(result["duration"] for block in server.blocks for result in block.results)
     return sum(block.cpu_s for block in server.blocks) / duration_s if duration_s else 0.0
 
 
 def _found(blocks: Sequence[Block]) -> Result:
-    """Tokens of prompts by where an engine had them from; of all engines, and of each."""
+    """Prompt tokens by where the engines found them, for all engines together and for each."""
     urls = sorted({url for block in blocks for url in block.found})
     engines = {url: total([block.found[url] for block in blocks if url in block.found]) for url in urls}
     every = msgspec.structs.asdict(total(list(engines.values()))) if engines else None

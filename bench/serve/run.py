@@ -1,8 +1,8 @@
 """A workload, sent to one service or in turns to two, by the load generator of `vllm bench serve`.
 
-Prompts, arrivals, requests and the times of each are vLLM's (`vllm.benchmarks`, which takes seconds to import). Ours is
-what lies around: blocks, conversations, and where engines found the tokens of prompts. Each block is one call of
-vLLM's generator for each service, and is kept from then on, so that an interrupted run has all whole blocks.
+Prompts, arrivals, requests and their times come from vLLM (`vllm.benchmarks`, which takes seconds to import). This
+module adds blocks, conversations, and where engines found the prompts' tokens. For each service, a block is one call of
+vLLM's generator, or one per round of conversations. An interrupted run keeps all whole blocks.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ LOOK_S = 0.1
 LOOKED_S = 10.0
 _PROXIED = re.compile(r'^pdx_proxy_engine_in_flight\{.*\burl="([^"]+)".*\}', re.MULTILINE)
 
-Result = dict[str, Any]  # as `vllm bench serve --save-detailed` has it
+Result = dict[str, Any]  # as `vllm bench serve --save-detailed` writes it
 LISTS = ("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "generated_texts", "errors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is sent, and how. Tokens, but for `requests`, `shared` texts, `rounds` and `blocks`."""
+    """What is sent, and how. Lengths are in tokens; `requests`, `shared`, `rounds` and `blocks` are counts."""
 
     workload: str
     requests: int
@@ -55,7 +55,7 @@ class Settings:
     rounds: int = 5  # of a conversation
     message_len: int = 200  # of a conversation's later messages
     api: str = "completions"
-    concurrency: int | None = None  # most requests under way
+    concurrency: int | None = None  # at most this many requests in flight
     blocks: int = 1
     warmups: int = 1
     seed: int = 0
@@ -69,8 +69,8 @@ class Settings:
 
     @property
     def sharing(self) -> tuple[int, int]:
-        """How many texts prompts begin with, and the tokens of each."""
-        if self.workload in (RANDOM, CHAT):  # each begins with one of its own
+        """The number of different beginnings of prompts, and the tokens of each."""
+        if self.workload in (RANDOM, CHAT):  # each prompt has a beginning of its own
             return self.requests, max(1, self.input_len - 1)
         if self.workload == DOCUMENTS:
             usual = max(1, self.requests // 10), self.input_len - max(1, min(QUESTION_TOKENS, self.input_len // 10))
@@ -80,12 +80,12 @@ class Settings:
 
     @property
     def most_tokens(self) -> int:
-        """The longest prompt with its answer."""
+        """Tokens of the longest prompt with its answer."""
         later = (self.rounds - 1) * (self.message_len + self.output_len) if self.is_chat else 0
         return self.input_len + self.output_len + later
 
     def check(self) -> None:
-        """:raises ConfigError: no such workload can be made."""
+        """:raises ConfigError: the settings describe no possible workload."""
         if not self.rate > 0:
             raise ConfigError(f"--rate {self.rate:g}: requests per second must be above 0, or inf")
         if self.is_chat and self.requests % self.rounds:
@@ -103,21 +103,21 @@ class Settings:
 
 @dataclass(slots=True)
 class Block:
-    """What one server did with one block; a conversation's rounds are results of their own."""
+    """What one server did with one block: a single result, or one per round of conversations."""
 
     results: list[Result] = field(default_factory=list)
-    cpu_s: float = 0.0  # of this process, while requests were under way
-    found: dict[str, Found] = field(default_factory=dict)  # tokens of prompts, by the URL of the engine that had them
+    cpu_s: float = 0.0  # of this process, while requests were in flight
+    found: dict[str, Found] = field(default_factory=dict)  # where prompt tokens were found, by the engine's URL
 
 
 @dataclass(slots=True)
 class Server:
-    """A service under test, and its whole blocks so far."""
+    """A service under test, with its completed blocks so far."""
 
     label: str
     url: str
     model: str  # its name there
-    root: str  # where the server has the model from
+    root: str  # where the server loaded the model from
     max_tokens: int | None  # of a prompt with its answer
     engines: tuple[str, ...] = ()  # URLs of vLLM's engines behind it, as far as they are known
     blocks: list[Block] = field(default_factory=list)
@@ -127,9 +127,9 @@ class Server:
 
 
 async def find_server(url: str, label: str, model: str | None, admin: str = "") -> Server:
-    """Look at what the server has; `admin` is where PDX's proxy tells of its engines, if it is one.
+    """Ask a server for its models and engines; `admin`: where the server, if it is PDX's proxy, lists its engines.
 
-    :raises ConfigError: none answers, or it does not have that model.
+    :raises ConfigError: no server answers, or it does not have that model.
     """
     url = url.rstrip("/")
     try:
@@ -152,10 +152,10 @@ async def find_server(url: str, label: str, model: str | None, admin: str = "") 
 
 
 def find_engines(url: str) -> tuple[str, ...]:
-    """URLs of the engines that the metrics at `url` name: its own, those of PDX's proxy, or none that are known."""
+    """URLs of the engines by the metrics at `url`: itself if it is an engine, those of PDX's proxy, or none."""
     try:
         page = engine_metrics.page(url)
-    except (OSError, ValueError):  # an HTTPError is the former
+    except (OSError, ValueError):  # HTTPError is an OSError
         return ()
     return (url,) if engine_metrics.BY_SOURCE in page else tuple(sorted(set(_PROXIED.findall(page))))
 
@@ -171,7 +171,7 @@ def check_limits(settings: Settings, servers: Sequence[Server]) -> None:
 
 
 def read_counts(engines: Sequence[str]) -> dict[str, Sums]:
-    """What each of them has counted so far, by URL; those that do not answer are left out."""
+    """The sums of each engine so far, by URL; engines that do not answer are left out."""
     counts = {}
     for url in engines:
         with contextlib.suppress(OSError):
@@ -182,8 +182,8 @@ def read_counts(engines: Sequence[str]) -> dict[str, Sums]:
 def found_since(before: dict[str, Sums], prompt_tokens: int) -> dict[str, Found]:
     """Where each engine found the tokens of its prompts since `before`.
 
-    Engines count a moment after they answer. So this waits until they have counted `prompt_tokens` in all, or more,
-    and nothing was added between two looks; what they have counted after `COUNTED_S` is taken as it is.
+    Engines count a request a moment after they answer it. The function therefore waits until they have counted at least
+    `prompt_tokens` in total and two successive reads agree; after `COUNTED_S` it takes the counts as they are.
     """
     deadline = time.monotonic() + COUNTED_S
     earlier: dict[str, Found] = {}
@@ -197,9 +197,9 @@ def found_since(before: dict[str, Sums], prompt_tokens: int) -> dict[str, Found]
 
 
 def empty_caches(engines: Sequence[str]) -> None:
-    """The own prefix cache of each engine; what a connector keeps stays.
+    """Empty each engine's own prefix cache, but not the caches of connectors.
 
-    :raises CacheNotReset: an engine does not do it, or none is known.
+    :raises CacheNotReset: an engine does not empty its cache, or no engine is known.
     """
     if not engines:
         raise CacheNotReset(
@@ -218,7 +218,7 @@ def total(found: Collection[Found]) -> Found:
 
 
 class Generator:
-    """vLLM's: its dataset, its tokenizers and its load generator. For one event loop."""
+    """vLLM's dataset, tokenizers and load generator. For use on one event loop."""
 
     def __init__(self, settings: Settings, tokenizer: str) -> None:
         """:raises ConfigError: vLLM is not installed, or its tokenizer cannot be loaded."""
@@ -229,7 +229,7 @@ class Generator:
             )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what vLLM imports; nobody who measures can do anything about them
+            warnings.simplefilter("ignore")  # from vLLM's imports; the user cannot act on them
             import vllm.benchmarks.datasets as datasets
             import vllm.benchmarks.serve as serve
             from vllm.tokenizers import get_tokenizer
@@ -245,14 +245,14 @@ class Generator:
             ) from error
 
     def prompts(self, name: str, count: int, *, shared: int, shared_len: int, own_len: int) -> list[Any]:
-        """Requests of vLLM's dataset, `shared` beginnings each as often; the same name, salt and seed give the same."""
+        """Requests of vLLM's dataset, with `shared` beginnings used equally often, drawn by name, salt and seed."""
         dataset = self._datasets.PrefixRepetitionRandomDataset(random_seed=self._seed(name))
         sizes = {"num_prefixes": shared, "prefix_len": shared_len, "suffix_len": own_len}
         found: list[Any] = dataset.sample(
             self._tokenizer, num_requests=count, output_len=self._settings.output_len, **sizes
         )
         for request in found:
-            # Behind half a character vLLM begins its answer with the whole prompt.
+            # After an incomplete character, vLLM begins its answer with the whole prompt.
             if request.prompt.endswith("\ufffd"):
                 request.prompt = request.prompt[:-1] + "."
         for request in found if self._settings.api == "chat" else ():
@@ -260,7 +260,7 @@ class Generator:
         return found
 
     def workload(self) -> list[Any]:
-        """The requests; of conversations their first ones."""
+        """The requests; for conversations, the first request of each."""
         settings = self._settings
         shared, shared_len = settings.sharing
         count = settings.requests
@@ -269,14 +269,14 @@ class Generator:
         return self.prompts("workload", count, shared=shared, shared_len=shared_len, own_len=self._own_len())
 
     def warm_up(self, label: str) -> list[Any]:
-        """New prompts of the same length."""
+        """Warm-up requests: new prompts of the workload's length."""
         count = self._settings.warmups
         length = max(1, self._settings.input_len - 1)
         return self.prompts(f"warm-up {label}", count, shared=count, shared_len=length, own_len=1)
 
     def next_round(self, number: int, count: int, asked: Mapping[int, Any], result: Result) -> dict[int, Any]:
-        """The next requests of these conversations of `count`, but for those whose last one failed: all that was said,
-        the answers included, and a new message, which does not depend on who else goes on."""
+        """The next request of each conversation whose last request succeeded: all that was said, answers included, and
+        a new message, which does not depend on which of the `count` conversations continue."""
         settings = self._settings
         said_all = zip(asked.items(), result["generated_texts"], result["errors"], strict=True)
         going_on = {at: (request, answer) for (at, request), answer, error in said_all if not error}
@@ -295,9 +295,9 @@ class Generator:
         return {at: new[at] for at in going_on}
 
     async def send(self, server: Server, requests: Sequence[Any], name: str) -> Result:
-        """What vLLM's generator says of them, each request's times included. Greedy, and without an early end.
+        """Send requests; returns what vLLM's generator reports, with the times of each. Greedy, ignoring end tokens.
 
-        An answer that ends before its last token is a failure here; vLLM counts it as done.
+        An answer that does not have `output_len` tokens is a failure here; vLLM counts it as done.
         """
         settings = self._settings
         random_state = self._seed(f"arrivals {name}")
@@ -318,7 +318,7 @@ class Generator:
                 request_rate=settings.rate,
                 burstiness=1.0,
                 disable_tqdm=True,
-                num_warmups=0,  # vLLM's are the first prompt over and over, which is then known
+                num_warmups=0,  # vLLM would repeat the first prompt, which is then cached
                 profile=False,
                 selected_percentile_metrics=[],
                 selected_percentiles=[99.0],
@@ -348,10 +348,10 @@ class Generator:
 async def run(
     settings: Settings, servers: Sequence[Server], generator: Generator, *, say: Callable[[str], None]
 ) -> None:
-    """Send everything, block by block, each to every server, the first one changing; they have the whole blocks.
+    """Send the workload to all servers block by block; each server gets its completed blocks appended.
 
     :raises ConfigError: a server does not answer the first request.
-    :raises CacheNotReset: an engine's prefix cache is to be emptied, and is not.
+    :raises CacheNotReset: an engine's prefix cache is to be emptied but cannot be.
     """
     for server in servers if settings.warmups else ():
         warm = await generator.send(server, generator.warm_up(server.label), "warm-up")

@@ -167,7 +167,6 @@ class Command:
 def engine_command(
     bed: Bed, name: str, port: int, *, env: dict[str, str], options: Iterable[str] = (), served: str = "MODEL"
 ) -> Command:
-    """The command of a vLLM server on this host."""
     address = ("--host", "127.0.0.1", "--port", str(port))
     return Command(
         name=name,
@@ -231,7 +230,6 @@ class Servers:
         return next((log.stem for log in sorted(self._logs.glob("*.log")) if _ENGINE_FAILED in log.read_bytes()), "")
 
     def pid(self, name: str) -> int:
-        """The process id of that server."""
         return next(process.pid for process in self._processes if process.name == name)
 
     def pids(self, *names: str) -> list[int]:
