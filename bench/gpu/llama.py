@@ -229,7 +229,7 @@ class Stage:
         )
 
     def prefill(self, turn: int) -> Prefill:
-        """Time one new prompt in both engines, of which only the first has the connector."""
+        """Time one new prompt in both engines; only the first engine has the connector."""
         prompt = self._prompt()
         took = [0.0, 0.0]
         for index in (0, 1) if turn % 2 else (1, 0):

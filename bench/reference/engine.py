@@ -310,7 +310,7 @@ class ReferenceEngine:
             self.scheduler.finished(request)
 
     def _take_loaded(self) -> None:
-        """Run requests whose load is over, from the first missing block on; at least the last prompt token is computed."""
+        """Run requests whose load is over, from the first missing block on, or at least from the last prompt token."""
         finished, failed = self.worker.finished_loads() if self.worker is not None else (set(), set())
         if self.scheduler is not None and self.worker is not None:
             if failed:

@@ -39,7 +39,7 @@ from pdx.transports.registry import find
 from pdx.wire.status import NodeStatus
 
 PORT = 8000  # in the commands that a result shows
-ANNOUNCED_S = 30.0  # from readiness until engines have told their node their addresses
+ANNOUNCED_S = 30.0  # from readiness until the nodes know their engines' addresses
 POLL_S = 0.1
 STOP_S = 4 * guard.GRACE_S  # `pdx up` ends its proxy, engines and nodes one after the other, each within GRACE_S
 PDX = (sys.executable, "-P", "-m", "pdx.cli.main")
@@ -167,7 +167,7 @@ class PdxWith(PdxAlone):
 
 
 def _socket(ports: Ports) -> Path:
-    """The socket by which the engine of these ports reaches its node."""
+    """The socket on which the node of these ports' engine listens."""
     return runtime_folder() / f"bench-{ports.prefill}.sock"
 
 
