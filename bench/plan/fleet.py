@@ -1,7 +1,7 @@
-"""What is asked of a deployment, two ways to serve it with so many engines, and what each costs its requests.
+"""Workloads and SLOs, two ways to serve them with a given number of engines, and the latencies of each way.
 
-Disaggregated: a line before the prefill engines (M/D/c), then decode engines with a steady batch (Little's law).
-Mixed: each engine does both, prompts in chunks beside the tokens that it decodes. Seconds, tokens; pure.
+Disaggregated: a queue in front of the prefill engines (M/D/c), then decode engines with a steady batch (Little's law).
+Mixed: each engine does both, and computes prompts in chunks beside decoding. Seconds, tokens; pure.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pdx.bench.plan.transfer import Overlap, group_of, load_s, overlap
 from pdx.bench.plan.units import show_time
 from pdx.errors import ConfigError
 
-MOST_REQUESTS = 1e5  # on one engine, where its memory is not known
+MOST_REQUESTS = 1e5  # upper bound for one engine, if its memory is unknown
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Kept by `share` of the requests (first token) and of the tokens (the time between two)."""
+    """Latency targets, to be kept for `share` of the requests (TTFT) and of the tokens (ITL)."""
 
     ttft_s: float
     itl_s: float
@@ -29,16 +29,16 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """Poisson arrivals."""
+    """Poisson arrivals of prompts of one length."""
 
     rate: float  # requests per second
     input_tokens: int  # of each prompt
-    output_tokens: int  # mean; its spread does not matter to the mean number of requests that decode
+    output_tokens: int  # mean; the spread does not affect the mean number of decoding requests
     reuse: float = 0.0  # share of each prompt whose KV is loaded instead of computed
-    reuse_bytes_s: float = 0.0  # from host memory or storage, in effect
+    reuse_bytes_s: float = 0.0  # effective, per engine, from host memory or storage
 
     def check(self) -> None:
-        """:raises ConfigError: it makes no sense."""
+        """:raises ConfigError: the rate or the reuse makes no sense."""
         if self.rate <= 0:
             raise ConfigError(f"a rate of {self.rate:g} requests per second needs no engines; give --rate above 0")
         if not 0 <= self.reuse < 1:
@@ -53,36 +53,36 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def new(self) -> int:
-        """Those that are computed."""
+        """Tokens of a prompt that are computed."""
         return self.input_tokens - self.reused
 
     def load_s(self, token_bytes: float) -> float:
-        """Loading what is reused of a prompt, while the request waits and the engine does others."""
+        """Time to load the reused part of a prompt: the request waits, and the engine serves others meanwhile."""
         return load_s(self.reused, token_bytes, self.reuse_bytes_s) if self.reused else 0.0
 
     @property
     def context(self) -> float:
-        """Tokens behind a request that decodes, on average over its life."""
+        """Context tokens of a decoding request, averaged over its output."""
         return self.input_tokens + self.output_tokens / 2
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """How KV goes from a prefill engine to a decode engine; effective speeds of one instance."""
+    """The path of KV from a prefill engine to a decode engine; effective speeds per engine."""
 
     wire_bytes_s: float
-    scatter_bytes_s: float  # from the decode engine's node into its pages
-    control_s: float  # prefill has ended -> the decode engine may load, without the wire
+    scatter_bytes_s: float  # from the node into the decode engine's pages
+    control_s: float  # from the end of prefill until the decode engine may load, without the wire
     latency_s: float = 50e-6
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a mean request's way to its second token; `second_gap_s` is between its first two tokens."""
+    """The parts of a mean request up to its second token; `second_gap_s` is between its first two tokens."""
 
     request_s: float  # HTTP, tokenizer
     queue_s: float
-    load_s: float  # of what is reused
+    load_s: float  # of the reused part
     prefill_s: float
-    wire_s: float  # that is not hidden
+    wire_s: float  # not hidden behind prefill
     wire_hidden_s: float
     control_s: float
     scatter_s: float
@@ -90,12 +90,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ttft_s(self) -> float:
-        """The prefill engine's token goes to the client at once."""
+        """Without the handoff: the prefill engine's token goes to the client at once."""
         return self.request_s + self.queue_s + self.load_s + self.prefill_s
 
     @property
     def handoff_s(self) -> float:
-        """Prefill has ended -> the decode engine may run."""
+        """From the end of prefill until the decode engine may run the request."""
         return self.wire_s + self.control_s + self.scatter_s
 
     @property
@@ -104,35 +104,33 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_s(self) -> float:
-        """All that is not hidden."""
+        """All parts that are not hidden."""
         return self.ttft_s + self.second_gap_s
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """Why a deployment does not do, and which of its engines are too few (or cannot at any number)."""
+    """A reason why a deployment is insufficient, and which of its engines are too few (or too slow in any number)."""
 
     part: Literal["prefill", "decode"]
     text: str
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """What a deployment gives its requests. `limits`: why it cannot, or does not keep the SLO; empty: it does."""
+    """The performance of one deployment. `limits`: why it cannot serve the load or keep the SLO; empty: it keeps it."""
 
     kind: str  # disaggregated or mixed
-    prefillers: int  # mixed: all of them
+    prefillers: int  # mixed: all engines
     decoders: int  # mixed: 0
     tp: int
     chunk: int
-    prefill_utilisation: float  # mixed: share of the time that belongs to steps with a chunk
-    decode_batch: float  # requests that decode on one engine, mean
-    decode_batch_most: float  # that fit into its memory
+    prefill_utilisation: float  # mixed: share of the time spent in steps with a chunk
+    decode_batch: float  # mean number of requests that decode on one engine
+    decode_batch_most: float  # requests that fit into its memory
     ttft_s: float
-    ttft_high_s: float  # kept by the SLO's share; never below the mean, which few slow ones can lift above it
+    ttft_high_s: float  # at the SLO's percentile; never below the mean, which a few slow requests can lift above it
     itl_s: float
-    itl_high_s: float  # the same
-    longest_gap_s: (
-        float  # between two tokens: at the handoff, once per request; mixed: at every chunk of another's prompt
-    )
+    itl_high_s: float  # likewise
+    longest_gap_s: float  # between tokens: once per request, at the handoff; mixed: at each chunk of another prompt
     request: Request | None = None
     overlap: Overlap | None = None
     limits: list[Limit] = []
@@ -147,7 +145,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The steady state of one engine that decodes: Little's law, batch = rate x tokens x time per token."""
+    """The steady state of one decode engine by Little's law: batch = rate x tokens x time per token."""
 
     mean: float
     step_s: float
@@ -155,15 +153,15 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 def prefill_line(engine: Engine, work: Workload, servers: int) -> Line:
-    """Before so many prefill engines."""
+    """The queue in front of `servers` prefill engines."""
     return Line(work.rate, engine.prefill_s(work.new, work.reused), servers)
 
 
 def steady_batch(engine: Engine, rate: float, work: Workload, share: float) -> Batch | None:
-    """Of one decode engine that gets `rate` requests per second; None: no batch that fits is steady.
+    """The batch of one decode engine that gets `rate` requests per second; None: no batch that fits is steady.
 
-    Requests that decode are independent of each other, so there are Poisson many of them, and a request sees the mean
-    number of others beside itself.
+    Decoding requests are independent of each other, so their number has a Poisson distribution, and a request sees the
+    mean number of others beside itself.
     """
     context, tokens = work.context, work.output_tokens - 1
     mean = steady(lambda batch: rate * tokens * engine.step_s(1 + batch, context), _most(engine, work))
@@ -179,12 +177,12 @@ def max_batch(engine: Engine, work: Workload) -> float:
 
 
 def _most(engine: Engine, work: Workload) -> float:
-    """Others beside a request that decodes."""
+    """Upper bound for other requests beside a decoding one."""
     return min(max_batch(engine, work), MOST_REQUESTS) - 1
 
 
 def transfer(engine: Engine, link: Link, tokens: int, reused: int = 0) -> Overlap:
-    """One prompt's way to the decode engine's node: what is reused leaves first, the rest layer by layer."""
+    """The transfer of one prompt to the decode engine's node: the reused part first, the rest layer by layer."""
     shapes, steps = engine.shapes, engine.prefill_steps(tokens - reused, reused)
     if reused:
         steps = [(reused, 0.0), *steps]
@@ -201,7 +199,7 @@ def transfer(engine: Engine, link: Link, tokens: int, reused: int = 0) -> Overla
 def disaggregated(
     engine: Engine, work: Workload, slo: Slo, link: Link, *, prefillers: int, decoders: int, request_s: float
 ) -> Service:
-    """What so many prefill and decode engines do."""
+    """The service of `prefillers` prefill and `decoders` decode engines."""
     line = prefill_line(engine, work, prefillers)
     batch = steady_batch(engine, work.rate / decoders, work, slo.share)
     way = transfer(engine, link, work.input_tokens, work.reused)
@@ -217,7 +215,7 @@ def disaggregated(
         scatter_s=work.input_tokens * engine.kv_token_bytes / link.scatter_bytes_s,
         first_decode_s=batch.step_s if batch else INF,
     )
-    gaps = max(1, work.output_tokens - 1)  # one of them has the handoff in it
+    gaps = max(1, work.output_tokens - 1)  # one of them includes the handoff
     itl_s = request.first_decode_s + request.handoff_s / gaps
     high_s = batch.step_high_s if batch else INF
     service = Service(
@@ -245,7 +243,7 @@ def disaggregated(
 
 
 def mixed(engine: Engine, work: Workload, slo: Slo, *, engines: int, chunk: int, request_s: float) -> Service:
-    """What so many ordinary engines do, with prompts in chunks of at most `chunk` tokens beside the decoding."""
+    """The service of ordinary engines that compute prompts in chunks of at most `chunk` tokens beside decoding."""
     steps = MixedSteps(engine, work, work.rate / engines, chunk)
     room, tokens = max_batch(engine, work), work.output_tokens - 1
     batch = steady(lambda mean: work.rate / engines * tokens * steps.at(1 + mean).itl_s, _most(engine, work))
@@ -255,10 +253,10 @@ def mixed(engine: Engine, work: Workload, slo: Slo, *, engines: int, chunk: int,
     ttft_s = ttft_high_s = INF
     if batch is not None and mean.busy < 1:
         line = Line(work.rate, steps.chunks * mean.with_chunk_s, engines)
-        head_s = request_s + loads_s + (1 - mean.busy) * mean.alone_s / 2  # what is left of the step under way
+        head_s = request_s + loads_s + (1 - mean.busy) * mean.alone_s / 2  # the rest of a step in progress
         ttft_s = head_s + line.wait_s + line.service_s
         ttft_high_s = max(ttft_s, head_s + line.response_s(slo.share))
-    is_often = work.rate / engines * steps.chunks * mean.itl_s > 1 - slo.share  # of all steps, those with a chunk
+    is_often = work.rate / engines * steps.chunks * mean.itl_s > 1 - slo.share  # share of steps with a chunk
     service = Service(
         kind="mixed",
         prefillers=engines,
@@ -278,7 +276,7 @@ def mixed(engine: Engine, work: Workload, slo: Slo, *, engines: int, chunk: int,
 
 
 class MixedState(msgspec.Struct, frozen=True):
-    """With some batch: a step with a chunk and one without, the share of time in the former, mean time per token."""
+    """At one batch size: time of a step with a chunk and without, share of time in the former, mean time per token."""
 
     with_chunk_s: float
     alone_s: float
@@ -289,7 +287,7 @@ class MixedState(msgspec.Struct, frozen=True):
 class MixedSteps:
     """The two kinds of steps of a mixed engine that gets `rate` requests per second.
 
-    Chunks come at a known rate, so steps with one take rate x chunks x their time; in the rest it decodes alone.
+    Chunks come at a known rate, so steps with a chunk take rate x chunks x step time; the rest is decoding alone.
     """
 
     def __init__(self, engine: Engine, work: Workload, rate: float, chunk: int) -> None:
@@ -299,7 +297,7 @@ class MixedSteps:
         self._before = work.input_tokens - work.new / 2  # tokens before a chunk, on average
 
     def at(self, batch: float) -> MixedState:
-        """While so many requests decode."""
+        """The state while `batch` requests decode."""
         context = self._work.context
         with_chunk_s = self._engine.step_s(batch, context, self._size, self._before)
         alone_s = self._engine.step_s(max(batch, 1.0), context)
@@ -309,7 +307,7 @@ class MixedSteps:
 
 
 def _reuse_limits(engine: Engine, work: Workload, engines: int) -> list[Limit]:
-    """What is reused comes over a link of each engine, which has to carry it."""
+    """Reused KV comes over a link of each engine; a limit if the link cannot carry it."""
     if not work.reuse:
         return []
     busy = work.rate / engines * work.reused * engine.kv_token_bytes / work.reuse_bytes_s

@@ -1,4 +1,4 @@
-"""GPUs by their data sheets, and what of it engines reach. Pure values; units are in the names."""
+"""GPUs by their data sheets, and speeds and step times of engines on them. Pure values; units are in the names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdx.errors import ConfigError
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU's peaks. Links are in one direction; `peer` joins the GPUs of one engine."""
+    """Peak figures of one GPU. Link speeds are per direction; `peer_gb_s` is between the GPUs of one engine."""
 
     name: str
     tflops: float  # dense, 16-bit
@@ -22,7 +22,7 @@ class Gpu(msgspec.Struct, frozen=True):
     host_gb_s: float
 
 
-# NVIDIA's data sheets; sparse figures are halved where only those are given.
+# From NVIDIA's data sheets; sparse figures are halved where no others are given.
 # TFLOPS dense in 16 bits and in FP8; GB/s and GB of memory; GB/s to its peers and to the host.
 GPUS = {
     name: Gpu(name, *numbers)
@@ -46,33 +46,33 @@ def find_gpu(name: str) -> Gpu:
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies between a data sheet and an engine; most are options of `pdx plan`."""
+    """Shares of the data sheet's figures that engines reach, and overheads; most are options of `pdx plan`."""
 
     mfu: float = 0.5  # share of the peak that prefill reaches
-    mbu: float = 0.7  # share of the memory's speed that decoding reaches
-    memory_share: float = 0.9  # of the GPU, for weights, activations and KV
-    activations_gb: float = 4.0  # of one GPU
-    step_s: float = 0.003  # of the engine per step: scheduling, launching, sampling
+    mbu: float = 0.7  # share of the memory bandwidth that decoding reaches
+    memory_share: float = 0.9  # of the GPU's memory, for weights, activations and KV
+    activations_gb: float = 4.0  # per GPU
+    step_s: float = 0.003  # engine overhead per step: scheduling, launching, sampling
     reduce_s: float = 8e-6  # latency of one all-reduce
-    link_share: float = 0.8  # of a network's or PCIe's nominal speed
-    control_s: float = 0.008  # prefill has ended -> the decode engine may load: answer, request, lookup
+    link_share: float = 0.8  # of the nominal speed of a network, PCIe, or the link between GPUs
+    control_s: float = 0.008  # from the end of prefill until the decode engine may load: answer, request, lookup
     request_s: float = 0.010  # HTTP, tokenizer and scheduling before prefill
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine reaches, all its GPUs together. Per second, but for `step_s`."""
+    """Speeds that one engine reaches, all its GPUs together: units per second, except for `room_bytes` and times."""
 
-    flops: float  # of matrices
+    flops: float  # of products with weights
     attention_flops: float
     memory_bytes: float  # reading weights and KV
     room_bytes: float  # memory for weights and KV; inf: unknown
-    reduce_bytes: float  # through each GPU's link; inf: one GPU
+    reduce_bytes: float  # through each GPU's link, for all-reduces; inf: one GPU
     step_s: float = 0.0
     reduce_s: float = 0.0
 
 
 def speeds_of(gpu: Gpu, assumed: Assumptions, tp: int, weight_bytes: float) -> Speeds:
-    """Of an engine of `tp` such GPUs, for a model whose parameters have so many bytes each."""
+    """Speeds of an engine of `tp` GPUs, for a model with `weight_bytes` per parameter."""
     peak = (gpu.tflops_fp8 if weight_bytes == 1 else gpu.tflops) * 1e12  # 4-bit weights are multiplied in 16 bits
     return Speeds(
         flops=tp * peak * assumed.mfu,
@@ -86,7 +86,7 @@ def speeds_of(gpu: Gpu, assumed: Assumptions, tp: int, weight_bytes: float) -> S
 
 
 def host_bytes_s(gpu: Gpu, assumed: Assumptions, tp: int) -> float:
-    """Between host memory and an engine of `tp` such GPUs, all of them together."""
+    """Bytes per second between host memory and an engine of `tp` GPUs, over all their links together."""
     return gpu.host_gb_s * 1e9 * assumed.link_share * tp
 
 
@@ -99,11 +99,11 @@ class Engine(msgspec.Struct, frozen=True):
     shapes: Shapes
     speeds: Speeds
     tp: int = 1
-    budget: int = 8192  # prompt tokens computed in one step
+    budget: int = 8192  # most prompt tokens computed in one step
 
     @property
     def kv_token_bytes(self) -> float:
-        """A token's KV on all ranks together: more than once where a rank cannot take a part."""
+        """A token's KV on all ranks together, including replicas: latents and single heads cannot be split."""
         return self.shapes.kv_token_bytes * self.shapes.rank_share(self.tp) * self.tp
 
     @property
@@ -112,10 +112,10 @@ class Engine(msgspec.Struct, frozen=True):
         return max(0.0, self.speeds.room_bytes - self.shapes.total_weight_bytes) / self.kv_token_bytes
 
     def step_s(self, batch: float, context: float, chunk: float = 0, chunk_context: float = 0) -> float:
-        """One step: `batch` requests decode a token behind `context` tokens each, beside `chunk` tokens of a prompt.
+        """One step: `batch` requests with `context` tokens each decode a token, beside `chunk` tokens of a prompt.
 
-        Computing and reading memory overlap in part: sqrt(c² + m²) lies between all of it (the larger) and nothing (the
-        sum). Then the all-reduces and the engine's own time.
+        Computation and memory reads overlap in part: sqrt(c² + m²) lies between full overlap (the larger) and none (the
+        sum). The all-reduces and the engine's own time are added.
         """
         shapes, speeds = self.shapes, self.speeds
         tokens = batch + chunk
@@ -127,7 +127,7 @@ class Engine(msgspec.Struct, frozen=True):
         return math.hypot(compute_s, read_s) + self._reduce_s(tokens) + speeds.step_s
 
     def _reduce_s(self, tokens: float) -> float:
-        """Two all-reduces per layer over a ring."""
+        """Two ring all-reduces per layer."""
         if self.tp == 1:
             return 0.0
         nbytes = tokens * self.shapes.hidden * 2  # activations have 16 bits
@@ -135,13 +135,13 @@ class Engine(msgspec.Struct, frozen=True):
         return 2 * self.shapes.layers * once
 
     def chunks(self, new: int, budget: int | None = None) -> list[int]:
-        """The steps in which `new` tokens are computed."""
+        """Split `new` tokens into steps of at most `budget` tokens."""
         budget = budget or self.budget
         whole, rest = divmod(max(0, new), budget)
         return [budget] * whole + [rest] * (rest > 0)
 
     def prefill_s(self, new: int, context: int = 0) -> float:
-        """Computing `new` tokens behind `context` that are there already, with nothing else in the batch."""
+        """Time to compute `new` tokens after `context` tokens whose KV exists, with nothing else in the batch."""
         return sum(seconds for _, seconds in self.prefill_steps(new, context))
 
     def prefill_steps(self, new: int, context: int = 0) -> list[tuple[int, float]]:

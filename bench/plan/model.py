@@ -1,4 +1,4 @@
-"""`pdx plan` as values: what to start, whether disaggregation helps, what hides, when to load instead of computing."""
+"""`pdx plan` as values: engines to start, whether disaggregation helps, what prefill hides, and when to load KV."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pdx.bench.plan.transfer import Crossover, load_s, loads_from
 from pdx.bench.plan.units import show_time
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
-MOST = 1024  # engines of one kind
-QUIET = 1e-9  # requests per second: none waits for another
+MOST = 1024  # upper bound for engines of one kind
+QUIET = 1e-9  # requests per second: so few that none waits for another
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a deployment's size depends on."""
+    """Everything that the size of a deployment depends on."""
 
     engine: Engine
     work: Workload
@@ -47,32 +47,32 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def smallest_split(case: Case) -> Service | None:
-    """The fewest prefillers that keep TTFT and the fewest decoders that keep ITL: neither depends on the other."""
+    """The fewest prefillers that keep TTFT and the fewest decoders that keep ITL, which are independent."""
     prefillers = _fewest(lambda count: "prefill" not in _short(case.split(count, MOST)))
     decoders = _fewest(lambda count: "decode" not in _short(case.split(MOST, count)))
     return case.split(prefillers, decoders) if prefillers and decoders else None
 
 
 def smallest_mixed(case: Case) -> Service | None:
-    """The fewest engines, with the chunk size that needs the fewest; of those, the one furthest within the SLO."""
+    """The fewest engines over all chunk sizes; among equals, the service furthest within the SLO."""
     counts = {chunk: _fewest(partial(_is_kept, case, chunk)) for chunk in CHUNKS}
     found = [case.mixed(count, chunk) for chunk, count in counts.items() if count]
     return min(found, key=lambda service: (service.gpus, _strain(service, case.slo)), default=None)
 
 
 def best_split(case: Case, engines: int) -> Service | None:
-    """Of all splits of so many engines (or of 100), the one closest to the SLO or furthest within it."""
+    """Of all splits of `engines` (from 200 on, a sample), the one closest to the SLO or furthest within it."""
     splits = range(1, engines, max(1, engines // 100))
     return _best((case.split(prefillers, engines - prefillers) for prefillers in splits), case.slo)
 
 
 def best_mixed(case: Case, engines: int) -> Service | None:
-    """The same of all chunk sizes."""
+    """The service of `engines` mixed engines with the best chunk size, by the same measure."""
     return _best((case.mixed(engines, chunk) for chunk in CHUNKS), case.slo)
 
 
 def never(case: Case) -> list[str]:
-    """Why no number of prefillers and decoders keeps the SLO: what one of each misses that gets hardly any request."""
+    """Why no split keeps the SLO: what one prefiller and one decoder miss even with hardly any requests."""
     return _missed(case.at(QUIET).split(1, 1))
 
 
@@ -85,12 +85,12 @@ def _is_kept(case: Case, chunk: int, engines: int) -> bool:
 
 
 def _short(service: Service) -> set[str]:
-    """The kinds of engines of which there are too few."""
+    """The kinds of engines that are too few."""
     return {limit.part for limit in service.limits}
 
 
 def _fewest(is_enough: Callable[[int], bool]) -> int | None:
-    """The smallest count up to MOST; more is never worse."""
+    """The smallest sufficient count up to MOST, if there is one; more engines must never be worse."""
     if not is_enough(MOST):
         return None
     low, high = 0, 1
@@ -108,14 +108,14 @@ def _best(services: Iterator[Service], slo: Slo) -> Service | None:
 
 
 def _strain(service: Service, slo: Slo) -> float:
-    """At most 1 where the SLO is kept."""
+    """The larger of TTFT and ITL relative to the SLO: at most 1 if the SLO is kept."""
     return max(service.ttft_high_s / slo.ttft_s, service.itl_high_s / slo.itl_s)
 
 
 KIND = "pdx-plan"
 VERSION = 1
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
-ABOUT = 1.05  # ratios below this are no difference
+ABOUT = 1.05  # ratios up to this count as equal
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -127,17 +127,17 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Hiding(msgspec.Struct, frozen=True):
-    """What hides of one prompt's transfer."""
+    """How much of one prompt's transfer hides behind prefill."""
 
     tokens: int
-    share: float  # of the bytes, those that are there when prefill ends
+    share: float  # of the bytes, arrived when prefill ends
     exposed_s: float
     wire_s: float
     prefill_s: float
 
 
 class Loading(msgspec.Struct, frozen=True):
-    """Load or compute: one prompt length."""
+    """Times to load and to compute a prompt of one length."""
 
     tokens: int
     prefill_s: float
@@ -152,9 +152,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
     hardware: str
     verdict: Verdict
-    split: Service | None  # the smallest that keeps the SLO, or the one that was asked for
+    split: Service | None  # the smallest that keeps the SLO, or the one asked for
     mixed: Service | None
-    same_split: Service | None  # the best of the same number of engines
+    same_split: Service | None  # the best with the same number of engines
     same_mixed: Service | None
     hiding: list[Hiding]
     crossovers: list[Crossover]
@@ -169,7 +169,7 @@ def make(
     prefillers: int = 0,
     decoders: int = 0,
 ) -> Plan:
-    """`links`: speeds (bytes/s) at which KV might be loaded. `prefillers`, `decoders`: judge these, do not choose."""
+    """Make a plan. `links`: speeds (bytes/s) for loading KV. `prefillers`, `decoders`: judge these; 0: choose them."""
     fixed = case.split(prefillers, decoders) if prefillers and decoders else None
     split, mixed = fixed or smallest_split(case), smallest_mixed(case)
     chosen = fixed or min((found for found in (split, mixed) if found), key=lambda found: found.gpus, default=None)
@@ -197,7 +197,7 @@ def make(
 def judge(
     case: Case, split: Service | None, mixed: Service | None, same_split: Service | None, same_mixed: Service | None
 ) -> Verdict:
-    """Compare what keeps the SLO, first by its GPUs, then by the latency of as many engines of either kind."""
+    """Compare the deployments that keep the SLO by their GPUs, then by latency with equally many engines."""
     reasons = _remarks(case, same_split, same_mixed)
     if split and not split.is_kept:
         headline = f"No: {split.prefillers} prefill and {split.decoders} decode engines do not keep the SLO."
@@ -247,7 +247,7 @@ def _what(ttft: float, itl: float) -> str:
 
 
 def _remarks(case: Case, split: Service | None, mixed: Service | None) -> list[str]:
-    """What explains the comparison, with numbers."""
+    """Explanations of the comparison, with numbers."""
     found = []
     if split and mixed:
         high = f"p{case.slo.share * 100:g}"

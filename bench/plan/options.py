@@ -1,4 +1,4 @@
-"""The options of `pdx plan`, which have the names that the command gives them, as the case that the model is asked."""
+"""Turns the options of `pdx plan`, under the names that the command gives them, into a case for the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NBYTES = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5, "fp32": 4.0}
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """The case, what it stands on, and the links at which loading is compared with computing."""
+    """The case, its hardware in words, and the link speeds (bytes/s) at which loading is compared with computing."""
 
     case: Case
     hardware: str
@@ -71,9 +71,9 @@ def _shapes(options: Any) -> Shapes:
 
 
 def _tp(options: Any, shapes: Shapes, gpu: Gpu, assumed: Assumptions, work: Workload) -> int:
-    """As asked, or the fewest GPUs that hold the weights and the KV of four requests.
+    """As asked; auto: the fewest GPUs that hold the weights and the KV of four requests, or else of one.
 
-    :raises ConfigError: the weights do not fit.
+    :raises ConfigError: not a number, or the weights and the KV of one request do not fit.
     """
 
     def fits(tp: int, requests: int) -> bool:
@@ -97,10 +97,10 @@ def _tp(options: Any, shapes: Shapes, gpu: Gpu, assumed: Assumptions, work: Work
 
 
 def _link(options: Any, gpu: Gpu, assumed: Assumptions, tp: int) -> Link:
-    """Host arenas: pages cross PCIe before and after the wire; the slower of the two is what a pipeline has."""
+    """With host arenas pages cross PCIe before and after the wire; the slower one limits the pipeline."""
     wire = parse_rate(options.link) * assumed.link_share * tp
     host = host_bytes_s(gpu, assumed, tp)
-    on_gpu = gpu.memory_gb_s * 1e9 * assumed.mbu * tp / 2  # read and written
+    on_gpu = gpu.memory_gb_s * 1e9 * assumed.mbu * tp / 2  # each byte is read and written
     is_host = options.arena == "host"
     return Link(
         wire_bytes_s=min(wire, host) if is_host else wire,

@@ -1,4 +1,4 @@
-"""`plan.png`: what of a transfer hides, and when loading KV beats computing it (LMCache paper, figure 12)."""
+"""`plan.png`: how much of a transfer hides, and when loading KV beats computing it (LMCache paper, figure 12)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdx.bench.plan.tables import when
 
 
 def draw(plan: Plan, path: Path) -> Path:
-    """The picture, at `path`.
+    """Draw the picture and save it at `path`.
 
     :raises ConfigError: matplotlib is not installed.
     """

@@ -1,7 +1,7 @@
-"""Waiting lines in closed form: requests come at random (Poisson), services are equal. Seconds; pure.
+"""Queues in closed form, with Poisson arrivals and equal service times. Seconds; pure.
 
-Names as in textbooks: `rate` is λ, `service_s` is E[S], `servers` is c, load is λ·E[S]. From full load on, waiting is
-`inf`.
+In terms of textbooks, `rate` is λ, `service_s` is E[S], `servers` is c, and load is λ·E[S]. At full load and above,
+waiting times are `inf`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INF = float("inf")
 
 @functools.cache
 def erlang_c(servers: int, load: float) -> float:
-    """The probability that an arrival waits, in M/M/c; `load` in Erlang. By the recursion of Erlang's B formula."""
+    """Probability that an arrival waits in M/M/c, by the recursion of Erlang's B formula; `load` is in Erlang."""
     if load >= servers:
         return 1.0
     blocked = 1.0
@@ -28,8 +28,8 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line before `servers` equal servers with equal services: M/D/c by Lee and Longton; exact for one server
-    (Pollaczek-Khinchine)."""
+    """A queue in front of `servers` equal servers with equal service times: M/D/c by Lee and Longton; exact for one
+    server (Pollaczek-Khinchine)."""
 
     rate: float
     service_s: float
@@ -37,7 +37,7 @@ class Line(msgspec.Struct, frozen=True):
 
     @property
     def utilisation(self) -> float:
-        """Below 1, or the line grows for ever."""
+        """Load per server; from 1 on, the queue grows without bound."""
         return self.rate * self.service_s / self.servers
 
     @property
@@ -47,25 +47,25 @@ class Line(msgspec.Struct, frozen=True):
 
     @property
     def wait_s(self) -> float:
-        """Mean over all requests."""
+        """Mean wait over all requests."""
         if self.utilisation >= 1:
             return INF
         return self.waits * self.service_s / (self.servers - self.rate * self.service_s) / 2
 
     def response_s(self, share: float) -> float:
-        """Wait and service together are no longer than this for `share` of the requests.
+        """Wait and service together take at most this long for `share` of the requests.
 
-        The wait of those that wait is taken as exponential with the right mean: exact for M/M/c, an upper bound in
-        practice for services that vary less.
+        The wait of requests that have to wait is assumed to be exponential with the right mean: exact for M/M/c, and in
+        practice an upper bound for service times that vary less.
         """
         if self.utilisation >= 1:
             return INF
-        late = self.waits / (1 - share)  # above 1: so many times more wait than may
+        late = self.waits / (1 - share)  # above 1: this many times more requests wait than may be late
         return self.service_s + (self.wait_s / self.waits * math.log(late) if late > 1 else 0.0)
 
 
 def steady(following: Callable[[float], float], most: float) -> float | None:
-    """The smallest x up to `most` with following(x) ≤ x, where what starts empty settles; None: it grows on."""
+    """The smallest x up to `most` with following(x) ≤ x, where an empty system settles; None: it grows beyond."""
     low, high = 0.0, 1e-3
     while following(high) > high:
         if high >= most:
@@ -78,5 +78,5 @@ def steady(following: Callable[[float], float], most: float) -> float | None:
 
 
 def poisson_high(mean: float, share: float) -> float:
-    """What a Poisson count stays below for `share` of the time, by the normal approximation; never below the mean."""
+    """The `share` quantile of a Poisson count, by the normal approximation; never below the mean."""
     return mean + max(0.0, statistics.NormalDist().inv_cdf(share)) * math.sqrt(mean)

@@ -1,6 +1,6 @@
-"""What a model's shapes say: parameters, floating-point operations, bytes of weights and of KV. Pure arithmetic.
+"""A model's shapes, and their parameters, floating-point operations, and bytes of weights and KV. Pure arithmetic.
 
-Dense and mixture-of-experts transformers with grouped-query or multi-head latent attention (MLA). Not modelled: sliding
+Dense and mixture-of-experts transformers with grouped-query or multi-head latent attention (MLA). Not modeled: sliding
 windows, linear attention and state-space layers; their KV and attention would be smaller.
 """
 
@@ -19,7 +19,7 @@ _TOO_NEW = ("sliding_window_pattern", "layer_types", "linear_num_value_heads", "
 
 
 class Experts(msgspec.Struct, frozen=True):
-    """The MLPs of a mixture of experts; the first `dense_layers` layers have an ordinary one instead."""
+    """The MLPs of a mixture of experts; the first `dense_layers` layers have an ordinary MLP instead."""
 
     count: int
     active: int
@@ -29,7 +29,7 @@ class Experts(msgspec.Struct, frozen=True):
 
 
 class Latent(msgspec.Struct, frozen=True):
-    """MLA: one latent vector per token in place of keys and values of each head. In values."""
+    """MLA: one latent vector per token instead of keys and values per head. Sizes are numbers of values."""
 
     kv_rank: int
     rope_dim: int
@@ -39,7 +39,7 @@ class Latent(msgspec.Struct, frozen=True):
 
 
 class Shapes(msgspec.Struct, frozen=True, kw_only=True):
-    """One model. Parameters without norms and biases, which are below 0.1 %."""
+    """The shapes of one model. Parameter counts omit norms and biases, which are below 0.1 %."""
 
     name: str
     layers: int
@@ -57,17 +57,17 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def qk_dim(self) -> int:
-        """Of a query or key of one head, in prefill."""
+        """Size of one head's query or key, in prefill."""
         return self.latent.nope_dim + self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def v_dim(self) -> int:
-        """Of a value of one head, in prefill."""
+        """Size of one head's value vector, in prefill."""
         return self.latent.v_dim if self.latent else self.head_dim
 
     @property
     def attention_params(self) -> int:
-        """The projections of one layer."""
+        """Parameters of one layer's projections."""
         if (mla := self.latent) is None:
             return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         query = self.heads * self.qk_dim
@@ -76,7 +76,7 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
         return queries + keys + self.heads * mla.v_dim * self.hidden
 
     def mlp_params(self, experts_used: float) -> float:
-        """The MLPs of all layers, with so many experts of each layer (gate, up and down)."""
+        """Parameters of all layers' MLPs (gate, up and down) and routers, with `experts_used` experts per layer."""
         dense = 3 * self.hidden * self.intermediate
         if (moe := self.experts) is None:
             return self.layers * dense
@@ -90,11 +90,11 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def active_params(self) -> float:
-        """What one token is multiplied with in the layers: neither embedding nor logits."""
+        """Parameters of the layers that one token is multiplied with; without embedding and logits."""
         return self.layers * self.attention_params + self.mlp_params(self.experts.active if self.experts else 0)
 
     def touched_params(self, tokens: float) -> float:
-        """What one step with so many tokens reads: of the experts, those that some token chose (evenly at random)."""
+        """Parameters that a step with `tokens` tokens reads; of experts, those a token chose (uniformly at random)."""
         used = 0.0
         if self.experts:
             missed = (1 - self.experts.active / self.experts.count) ** max(tokens, 0)
@@ -107,29 +107,29 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_layer_bytes(self) -> float:
-        """One token, one layer, all ranks together, counted once."""
+        """KV of one token in one layer, of all ranks together, replicas counted once."""
         if self.latent:
             return (self.latent.kv_rank + self.latent.rope_dim) * self.kv_bytes
         return 2 * self.kv_heads * self.head_dim * self.kv_bytes
 
     @property
     def kv_token_bytes(self) -> float:
-        """One token, all layers."""
+        """KV of one token in all layers, replicas counted once."""
         return self.layers * self.kv_layer_bytes
 
     def rank_share(self, tp: int) -> float:
-        """The part of a token's KV that each of `tp` ranks holds: whole heads are split, latents are not."""
+        """The share of a token's KV that each of `tp` ranks holds: KV heads are distributed, latents replicated."""
         return 1.0 if self.latent else max(1, self.kv_heads / tp) / self.kv_heads
 
     def linear_flops(self, tokens: float) -> float:
         return 2 * self.active_params * tokens
 
     def logit_flops(self, tokens: float) -> float:
-        """Of tokens that are sampled from."""
+        """Logits, for `tokens` tokens whose successors are sampled."""
         return 2 * self.vocab * self.hidden * tokens
 
     def attention_flops(self, new: float, context: float) -> float:
-        """Scores and values of `new` tokens that see `context` older ones and, causally, themselves."""
+        """Scores and values of `new` tokens that attend to `context` earlier ones and, causally, to each other."""
         pairs = new * context + new * (new + 1) / 2
         return 2 * self.heads * (self.qk_dim + self.v_dim) * self.layers * pairs
 
@@ -172,7 +172,7 @@ PRESETS = {
 def find_model(text: str) -> Shapes:
     """A preset by name, or the shapes in a Hugging Face config.json (or the folder that has one).
 
-    :raises ConfigError: neither.
+    :raises ConfigError: `text` is neither, or the file is not a JSON object.
     """
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
@@ -190,9 +190,9 @@ def find_model(text: str) -> Shapes:
 
 
 def shapes_of(config: dict[str, Any], name: str = "model") -> Shapes:
-    """From a config.json's values.
+    """The shapes given by a config.json's values.
 
-    :raises ConfigError: something is missing, out of range, or a kind of layer that this model does not know.
+    :raises ConfigError: a value is missing or out of range, or a kind of layer is not modeled.
     """
     config = config.get("text_config") or config
     if strange := [key for key in _TOO_NEW if config.get(key) and set(config[key]) != {"full_attention"}]:

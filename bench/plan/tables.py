@@ -1,4 +1,4 @@
-"""`pdx plan` in the terminal: the verdict first, then what it rests on."""
+"""`pdx plan` in the terminal: the question and the verdict, then the tables behind it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdx.bench.plan.model import Plan
 from pdx.bench.plan.transfer import LONGEST
 from pdx.bench.plan.units import show_bytes, show_rate, show_time
 
-# Of a mean request, in their order.
+# Parts of a mean request, in order.
 PARTS = {
     "request_s": "HTTP, tokenizer",
     "queue_s": "queue",
@@ -42,7 +42,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def asked(plan: Plan) -> str:
-    """The workload and the SLO in a line."""
+    """The workload and the SLO on one line."""
     work, slo = plan.case.work, plan.case.slo
     reused = f", {work.reuse:.0%} of it reused" if work.reuse else ""
     return (
@@ -110,7 +110,7 @@ def hiding(plan: Plan) -> Table:
 
 
 def crossovers(plan: Plan) -> Table:
-    """Load or compute, for each speed."""
+    """Whether to load or compute, for each link speed."""
     lengths = (1024, 8192, 32_768)
     table = Table(title="load a prompt's KV, or compute it again? (time to load / to compute)", title_justify="left")
     table.add_column("as achieved", justify="right")
@@ -126,7 +126,7 @@ def crossovers(plan: Plan) -> Table:
 
 
 def when(load_from: int | None) -> str:
-    """See `Crossover.load_from`, in words."""
+    """`Crossover.load_from` in words."""
     if load_from is None:
         return f"not up to {LONGEST:,} tokens"
     return "always" if load_from == 1 else f"from {load_from:,} tokens on"

@@ -1,6 +1,6 @@
-"""What of a transfer hides behind prefill, and when loading a prompt's KV is faster than computing it. Pure.
+"""How much of a transfer hides behind prefill, and when loading a prompt's KV is faster than computing it. Pure.
 
-Layers leave as they are computed, over one wire. Seconds, bytes.
+Layers are sent over one wire as soon as they are computed. Seconds, bytes.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-GROUP_BYTES = 1 << 20  # neighbouring layers of a chunk travel together until a message is this large
+GROUP_BYTES = 1 << 20  # adjacent layers of a chunk are sent together until a message is this large
 CHUNK_TOKENS = 256
 
 
 class Overlap(msgspec.Struct, frozen=True):
-    """One prompt's way from node to node."""
+    """The transfer of one prompt from node to node, during and after its prefill."""
 
     nbytes: float
-    wire_s: float  # of all bytes, if the wire had them at once
+    wire_s: float  # for all bytes, if they were available at once
     prefill_s: float
-    exposed_s: float  # prefill has ended -> the last byte is there
-    early_bytes: float  # there when prefill ended
+    exposed_s: float  # from the end of prefill to the arrival of the last byte
+    early_bytes: float  # arrived when prefill ends
     layer_compute_s: float  # mean
     layer_wire_s: float  # mean
 
     @property
     def hidden_bytes_share(self) -> float:
-        """Of the bytes, those that were there when prefill ended."""
+        """Share of the bytes that have arrived when prefill ends."""
         return self.early_bytes / self.nbytes if self.nbytes else 1.0
 
     @property
     def is_wire_bound(self) -> bool:
-        """The wire is slower than the prefill: it is busy from the first layer on."""
+        """Whether the wire is slower than prefill, and so busy from the first layer on."""
         return self.layer_wire_s > self.layer_compute_s
 
 
 def group_of(layer_token_bytes: float, layers: int) -> int:
-    """How many layers go in one message."""
+    """Number of layers in one message."""
     return min(layers, max(1, math.ceil(GROUP_BYTES / (layer_token_bytes * CHUNK_TOKENS))))
 
 
@@ -50,9 +50,9 @@ def overlap(
     group: int = 1,
     latency_s: float = 0.0,
 ) -> Overlap:
-    """Follow the layers of each step (its tokens and seconds) onto the wire, which takes them in turn.
+    """Send the layers of each step (its tokens and seconds) over the wire, one message after the other.
 
-    `latency_s` is from the last byte sent to its acknowledgement: once, because many messages are under way.
+    `latency_s`: from the last byte sent to its acknowledgment; counted once, because many messages are in flight.
     """
     now = free = early = nbytes = 0.0
     sent: list[tuple[float, float, float]] = []
@@ -80,19 +80,19 @@ LONGEST = 131_072
 
 
 class Crossover(msgspec.Struct, frozen=True):
-    """One link."""
+    """The prompt length from which loading over one link is faster than computing."""
 
     bytes_s: float
-    load_from: int | None  # loading is faster for all longer prompts up to `LONGEST`; None: for none
+    load_from: int | None  # tokens: loading is faster from here up to `LONGEST`; None: not at `LONGEST`
 
 
 def load_s(tokens: int, token_bytes: float, bytes_s: float) -> float:
-    """Bytes over the link, after the first one has come."""
+    """Time to load a prompt's KV: latency to the first byte, then all bytes at the speed of the link."""
     return LATENCY_S + tokens * token_bytes / bytes_s
 
 
 def loads_from(prefill_s: Callable[[int], float], token_bytes: float, bytes_s: float) -> int | None:
-    """See `Crossover.load_from`. Within 2 %, as far as between two neighbours no other turn is missed."""
+    """`Crossover.load_from`, within 2 %, provided that no crossover back lies between two adjacent samples."""
     found, tokens = None, LONGEST
     while tokens and prefill_s(tokens) > load_s(tokens, token_bytes, bytes_s):
         found, tokens = tokens, min(tokens - 1, int(tokens / 1.02))

@@ -14,9 +14,9 @@ _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmM]?)\s*")
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second: "400Gbps" (bits) or "50GB/s" (bytes); a small b is a bit, a large B a byte.
+    """Bytes per second: "400Gbps" (bits) or "50GB/s" (bytes); a lowercase b is a bit, an uppercase B a byte.
 
-    :raises ConfigError: neither, or nothing per second at all.
+    :raises ConfigError: the text is neither, or the rate is zero.
     """
     match = _RATE.fullmatch(text)
     if match is None:
@@ -30,7 +30,7 @@ def parse_rate(text: str) -> float:
 def parse_time(text: str) -> float:
     """Seconds: "30ms", "1.5s" or "200us".
 
-    :raises ConfigError: no such thing, or nothing.
+    :raises ConfigError: the text is not a time.
     """
     match = _TIME.fullmatch(text)
     if match is None:
@@ -41,7 +41,7 @@ def parse_time(text: str) -> float:
 def parse_count(text: str) -> int:
     """Tokens: "8000", "8k" (8,000) or "1M".
 
-    :raises ConfigError: not a whole number of at least one.
+    :raises ConfigError: the text is not a whole number of at least one.
     """
     match = _COUNT.fullmatch(text)
     count = float(match[1]) * _SCALES[match[2].lower()] if match else 0.0
@@ -51,7 +51,7 @@ def parse_count(text: str) -> int:
 
 
 def show_time(seconds: float) -> str:
-    """With three figures and a fitting unit."""
+    """Format a time in s, ms or µs, with about three significant digits."""
     if seconds == float("inf"):
         return "for ever"
     if seconds >= 1:
@@ -62,7 +62,7 @@ def show_time(seconds: float) -> str:
 
 
 def show_rate(bytes_per_s: float) -> str:
-    """In both units, because half of all mistakes are a factor of eight."""
+    """Format a rate in bits and in bytes, because the two are easily confused."""
     return f"{bytes_per_s * 8 / 1e9:,.4g} Gbps ({bytes_per_s / 1e9:,.4g} GB/s)"
 
 
