@@ -1,4 +1,4 @@
-"""`pdx bench reuse`: requests per second at equal TTFT where prompts come back, beside vLLM alone and LMCache."""
+"""`pdx bench reuse`: requests per second at equal TTFT with repeated prompts, against vLLM alone and LMCache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WORKLOADS = ("documents", "sessions")
 QUICK = {"documents": 6, "tokens": 1000, "sessions": 6, "turns": 3, "loads": (0.6, 1.0), "repeats": 1}
 MIB = 1 << 20
-ROOM = 1.25  # of what keeps KV, over everything that is asked for again
+ROOM = 1.25  # of the memory that keeps KV, as a multiple of the working set
 SLACK = 2  # blocks
 
 
@@ -87,14 +87,14 @@ def reuse(
     flags: tuple[str, ...],
     **shape: object,
 ) -> None:
-    """Ask engines what they, or something beside them, have seen before, at rising load.
+    """Ask engines for what they, or a store beside them, have seen before, at rising load.
 
     \b
     documents   questions about each of a few long documents, in random order
-    sessions    chats, of which each request repeats what was said before
+    sessions    chats, in which each request repeats the conversation so far
 
-    Each engine's own KV cache is smaller than what is asked for again. Of each system: TTFT and time between tokens,
-    requests per second within a TTFT, and where its tokens were found. Flags after -- go to every engine.
+    Each engine's own KV cache is too small for all repeated text. Reports for each system: TTFT and time between
+    tokens, requests per second within a TTFT, and where its tokens were found. Flags after -- go to every engine.
 
     Writes result.json after every load, then reuse.json and reuse.png. Ctrl-C ends it early: what was measured by then
     is kept, and the exit status is 130.
@@ -133,9 +133,9 @@ def reuse(
 def prepare(
     model: Path | None, out: Path, flags: tuple[str, ...], settings: Settings, gbit: float, disk: str
 ) -> tuple[Bed, Sizes]:
-    """How engines are started, with a KV cache of a few requests, and how much memory keeps KV beside them.
+    """How engines are started, each with a KV cache of a few requests, and how much memory keeps KV beside them.
 
-    :raises ConfigError: not the folder of a model whose KV cache has a known size.
+    :raises ConfigError: `model` is not the folder of a model, or the size of its KV cache is unknown.
     """
     from pdx.bench.breakdown.command import KV_FLAG, make_bed
     from pdx.bench.harness.prompts import model_facts

@@ -1,6 +1,6 @@
-"""What a run says: throughput at equal TTFT, hits by source, and times. Arithmetic only.
+"""Figures of a run: throughput at equal TTFT, hits by source, and times. Arithmetic only.
 
-Ratios are taken inside a repeat, because the speed of a shared machine drifts, and given as the median over repeats.
+Ratios are taken within a repeat, because the speed of a shared machine drifts; their median over repeats is reported.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pdx.bench.reuse.records import ALONE, BURST, FIRST, KNOWN, Point, Result
 from pdx.bench.reuse.systems import SOURCES, Source
 from pdx.bench.reuse.workload import titled
 
-ORACLE = "recompute"  # the system whose answers are right, and with which all are compared, if it is asked
+ORACLE = "recompute"  # the system whose answers are right; all others are compared with it if it is measured
 OURS = ("pdx-both", "pdx-both-128", "pdx-both-disk", "pdx-central", "pdx-central-128")
 BEST_OWN = "own-cache"
 PERCENTILES = (50, 90)
 BOTH_HELD = "of the highest loads: both held the target"
-NEARLY = 0.9  # of what could be found
+NEARLY = 0.9  # of the tokens that could be found
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,10 @@ class Reached:
 
 
 def reached(curve: Sequence[tuple[float, float]], target_ms: float) -> Reached | None:
-    """Of (requests per second, ms), by rising load: how many requests per second the target allows; None: not even the
-    lowest load.
+    """Requests per second within the target, from (requests per second, ms) by rising load; None: the first one misses.
 
-    The load is raised until it misses the target; between that and the one before, times are taken to grow
-    exponentially. A higher load that answers fewer requests adds none.
+    The first load that misses the target ends the search; between it and the load before, times are assumed to grow
+    exponentially. A higher load that answers fewer requests does not lower the result.
     """
     met: tuple[float, float] | None = None
     for per_s, ms in curve:
@@ -53,22 +52,22 @@ def reached(curve: Sequence[tuple[float, float]], target_ms: float) -> Reached |
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The value that so many percent do not exceed, between two neighbours by their distance; 0 of nothing."""
+    """The value that `share` percent do not exceed, interpolated linearly; 0 without values."""
     return float(numpy.percentile(list(values) or [0.0], share))
 
 
 def ttft(point: Point, share: float) -> float:
-    """Milliseconds, which so many percent of the requests do not exceed."""
+    """Milliseconds to the first token that `share` percent of the requests do not exceed."""
     return percentile((each.ttft_ms for each in point.asked), share)
 
 
 def itl(point: Point, share: float) -> float:
-    """Milliseconds between two tokens of a request, likewise of all of them."""
+    """Milliseconds between two tokens of a request that `share` percent of all gaps do not exceed."""
     return percentile((gap for each in point.asked for gap in each.itl_ms), share)
 
 
 def curve(result: Result, system: str, workload: str, repeat: int, share: float) -> list[tuple[float, float]]:
-    """(answered requests per second, TTFT in ms) of each load that is not one request at a time, by rising load."""
+    """(answered requests per second, TTFT in ms) of each load except `ALONE`, by rising load."""
     points = [
         point
         for point in result.points
@@ -79,9 +78,9 @@ def curve(result: Result, system: str, workload: str, repeat: int, share: float)
 
 
 def targets_ms(result: Result, workload: str, repeat: int) -> list[tuple[float, float]]:
-    """(times, ms) of each target: so many times what a prompt that nobody has seen takes by itself, in the median.
+    """(times, ms) of each target: this multiple of the median TTFT of a new prompt by itself.
 
-    That is the reference's time, because others may save what they compute.
+    It is the TTFT of the reference, because other systems may spend time on saving KV.
     """
     base = [p for p in result.points if _is(p, reference(result.points), workload, FIRST) and p.repeat == repeat]
     alone_ms = percentile((each.ttft_ms for point in base for each in point.asked if each.turn == 0), 50)
@@ -102,7 +101,7 @@ def figures(result: Result) -> list[Figure]:
 
 
 def systems_of(result: Result) -> list[str]:
-    """Those that measured something, in their order."""
+    """The systems with measurements, in the order of the result."""
     measured = {point.system for point in result.points}
     return [name for name in result.systems if name in measured]
 
@@ -112,8 +111,8 @@ def repeats_of(result: Result) -> list[int]:
 
 
 def _at_targets(result: Result, workload: str) -> Iterator[Figure]:
-    """Requests per second at equal TTFT, and ours over everybody's. Repeats in which a target was missed are counted in
-    the notes: the others alone look better than all."""
+    """Requests per second at equal TTFT, and ratios of PDX's systems to their rivals. Notes count the repeats in which
+    a target was missed, because the median of the others alone looks too good."""
     for index, times in enumerate(result.settings["targets"]):
         for share in PERCENTILES:
             name = f"{workload}, TTFT p{share} within {times:g} × computing alone"
@@ -141,7 +140,7 @@ def _at_targets(result: Result, workload: str) -> Iterator[Figure]:
 def _reach_ratio(
     name: str, ours: str, above: dict[int, Reached | None], other: str, below: dict[int, Reached | None]
 ) -> Iterator[Figure]:
-    """Of the repeats in which both met the target. One that held it at the highest load may reach more."""
+    """Over the repeats in which both met the target. A system that held it at the highest load may reach more."""
     pairs = {at: (above[at], below[at]) for at in sorted(above.keys() & below.keys())}
     met = {at: (one, two) for at, (one, two) in pairs.items() if one is not None and two is not None}
     is_least = any(one.is_least for one, _ in met.values()), any(two.is_least for _, two in met.values())
@@ -207,7 +206,7 @@ def _checks(result: Result) -> Iterator[Figure]:
 
 
 def is_as_meant(result: Result, point: Point) -> bool:
-    """Whether tokens came from where the system is to have them, and nearly all that could."""
+    """Whether tokens were found where the system should have them, and nearly all known ones if it can hold them."""
     local, external = point.found.local, point.found.external
     source = SOURCES[point.system]
     if source is Source.NOWHERE:
@@ -218,18 +217,18 @@ def is_as_meant(result: Result, point: Point) -> bool:
 
 
 def known_tokens(result: Result, point: Point) -> float:
-    """Of all prompts, how many were seen before, in whole blocks."""
+    """Tokens of all prompts that were seen before, in whole blocks."""
     block = int(result.model["block_tokens"])
     if point.workload == "documents":
         return len(point.asked) * (int(result.settings["tokens"]) // block * block)
-    # What a session asked before; its last answer may just be on its way to what keeps it.
+    # The session's previous prompt; the answer to it does not count, because it may not be stored yet.
     before = {(each.session, each.turn + 1): each.prompt_tokens for each in point.asked}
     return sum(before.get((each.session, each.turn), 0) // block * block for each in point.asked)
 
 
 def _is_rival(ours: str, other: str) -> bool:
-    """Whether the two are compared: systems with a store for all hosts with each other, and the others with others;
-    all with those at both ends of what there can be."""
+    """Whether to compare the two: systems with a store for all hosts with each other, systems without likewise, and all
+    with `ORACLE` and `BEST_OWN`, the bounds on both sides. PDX's systems are not compared with each other."""
     if other in OURS:
         return False
     return other in (ORACLE, BEST_OWN) or ("central" in ours) == ("central" in other)

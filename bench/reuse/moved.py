@@ -1,8 +1,8 @@
-"""A conversation that lost its beginning, on one engine: `python -m pdx.bench.reuse.moved [ROUNDS]`.
+"""A conversation that was cut near its beginning, on one engine: `python -m pdx.bench.reuse.moved [ROUNDS]`.
 
-Time to the first token of a prompt of 4,000 tokens and a question: all of it computed; found as it was; and found at
-other positions (`reuse: moved`), its first block kept. A tiny random Llama; the engine has no cache of its own. In each
-round all three are of another text.
+Time to the first token of a prompt of 4,000 tokens and a question, with the 4,000 tokens computed, found as they were,
+or found at other positions (`reuse: moved`) except for the first block. The model is a tiny random Llama; the engine
+has no cache of its own. Every round has new texts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENVIRONMENT = {
 
 
 def text(draw: random.Random, length: int) -> str:
-    """So many tokens of the tiny model."""
+    """Random text of `length` tokens for the tiny model."""
     return "".join(chr(draw.randrange(0x20, 0x7F)) for _ in range(length))
 
 
@@ -47,7 +47,7 @@ async def ttft_ms(url: str, prompt: str, *, moved: bool = False) -> float:
 
 
 def save(url: str, node: str, prompt: str) -> None:
-    """Until it is kept."""
+    """Have the prompt computed, and wait until its KV is kept."""
     asyncio.run(ttft_ms(url, prompt))
     with connect(node) as client:
         wait_until(lambda: client.status().chunks.keys() <= {"sealed"}, timeout_s=60, what="it is saved")

@@ -1,4 +1,4 @@
-"""What `pdx bench reuse` writes: every request of every point, from which figures and pictures are made."""
+"""Records of `pdx bench reuse`: every request of every point, the source of all figures and pictures."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import msgspec
 from pdx.bench.systems import plan
 from pdx.bench.systems.engine_metrics import Found
 
-FIRST, KNOWN, BURST = "first", "known", "burst"  # loads: one request at a time, and the same once more; all at once
+FIRST, KNOWN, BURST = "first", "known", "burst"  # loads: one request at a time; likewise, known documents; all at once
 ALONE = (FIRST, KNOWN)
 DOCUMENTS, SESSIONS = "documents", "sessions"
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """One answered request. Times are at the client; `due_s` and `end_s` from the start of its point."""
+    """One answered request. Times are the client's; `due_s` and `end_s` count from the start of its point."""
 
     session: int
     turn: int
     due_s: float
     end_s: float
     ttft_ms: float
-    itl_ms: list[float]  # between events that carry tokens; a late server puts several tokens into one
+    itl_ms: list[float]  # between events with tokens; a server that falls behind puts several tokens into one event
     prompt_tokens: int
     token_ids: list[int]  # of the answer
-    is_same: bool | None = None  # as the reference's answer; None: there was none, or it is that
+    is_same: bool | None = None  # equal to the reference's answer; None: no such answer, or this is it
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -33,8 +33,8 @@ class Point(msgspec.Struct, frozen=True):
     workload: str
     repeat: int
     load: str
-    rate: float | None  # requests per second that were offered; None: `FIRST` and `BURST`
-    found: Found  # tokens of all prompts, by the asked engine's own counters
+    rate: float | None  # offered requests per second; None: `ALONE` and `BURST`
+    found: Found  # prompt tokens by source, from the asked engine's own counters
     asked: list[Asked]
 
     @property
@@ -44,7 +44,7 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def requests_per_s(self) -> float:
-        """That were answered."""
+        """Answered requests per second."""
         return len(self.asked) / self.duration_s
 
 

@@ -1,4 +1,4 @@
-"""What is made of a finished or interrupted run: tables, figures, pictures."""
+"""Tables, figures and pictures of a finished or interrupted run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOURCE_COLOURS = {"local": "#009E73", "external": "#56B4E9", "computed": "#C7C7C
 
 
 def line(point: Point) -> str:
-    """What came of a load, in short."""
+    """The outcome of one load, on one line."""
     found = point.found
     wrong = "; an answer DIFFERS from the computed one" if any(each.is_same is False for each in point.asked) else ""
     return (
@@ -40,7 +40,7 @@ def line(point: Point) -> str:
 
 
 def write(result: Result, folder: Path) -> list[Path]:
-    """Show the tables, and put everything in `folder`: the result, its figures and its pictures, which are returned."""
+    """Show the tables, and save the result, its figures and its pictures in `folder`; returns the pictures' paths."""
     result.save(folder / RESULT)
     for name, why in result.not_run.items():
         console.print(f"{name}: {why}", markup=False, soft_wrap=True)
@@ -111,7 +111,7 @@ def _cells(points: list[Point]) -> list[str]:
 
 
 def draw(result: Result, path: Path) -> Path | None:
-    """None: nothing was measured at any load."""
+    """Draw the picture at `path`; None: nothing was measured but single requests (`ALONE`)."""
     loaded = [point for point in result.points if point.load not in ALONE]
     styles = looks({point.system for point in loaded} & set(systems_of(result)))
     workloads = [each for each in result.settings["workloads"] if any(p.workload == each for p in result.points)]

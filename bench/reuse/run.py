@@ -29,23 +29,23 @@ from pdx.bench.systems.fleet import Fleet
 from pdx.bench.systems.system import Running
 from pdx.testing.waiting import came_true
 
-SAVED_S = 1.5  # for what a connector still saves when the answer is there
-STORED_S = 60.0  # until a store beyond this host has everything
+SAVED_S = 1.5  # for a connector to finish saving after the answer
+STORED_S = 60.0  # at most, until a store beyond this host has everything
 LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(systems_plan.Plan):
-    """What one run is to do."""
+    """The plan of one run."""
 
     targets: tuple[float, ...]
 
 
 def run(plan: Plan) -> int:
-    """Measure, write what there is however it ends, leave no process behind; the exit status.
+    """Measure, write the results however the run ends, and leave no process behind; returns the exit status.
 
-    0: everything was measured and all answers were right. 130: SIGINT or SIGTERM came. 1: no system could be measured,
-    or an answer was wrong.
+    0: a system was measured, and no answer was wrong. 130: SIGINT or SIGTERM. 1: no system could be measured, or an
+    answer was wrong.
     """
     result = Result(**plan.begin())
     result.settings["targets"] = plan.targets
@@ -59,7 +59,7 @@ def run(plan: Plan) -> int:
                 fleet.close()
 
     def write() -> None:
-        result.machine = machine()  # its load is that of the end
+        result.machine = machine()  # includes the machine's load, now at the end
         report.write(result, plan.out)
 
     status = plan.carry_out(measure, write)
@@ -68,7 +68,7 @@ def run(plan: Plan) -> int:
 
 
 class Reuse(systems_plan.Measuring[Result, Turn]):
-    """State: which systems run and are warm."""
+    """The measurements of one run. State, beside the result: which running systems are warm."""
 
     def __init__(self, result: Result, path: Path, plan: Plan, fleet: Fleet, watcher: Shown) -> None:
         super().__init__(result, path, fleet, watcher)
@@ -103,7 +103,7 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
                 await asyncio.to_thread(engine_metrics.reset, running.url)
             burst_per_s = _burst_per_s(self.result.points, turn)
             sessions = sessions_of(self._settings, turn, burst_per_s)
-            # What a store for all hosts has was computed by another engine than the one that is asked later.
+            # A store for all hosts is filled by another engine than the one that is asked later.
             url = running.prefill_url if is_first and turn.workload == DOCUMENTS else running.url
             watch = engine_metrics.Watch(url)
             asked = await self._player.play(client, url, sessions, is_alone=turn.load in ALONE)
@@ -123,7 +123,7 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
         )
 
     async def _warm_up(self, client: aiohttp.ClientSession, running: Running) -> None:
-        """Requests of the greatest length to all engines: new ones, and one that is loaded where something keeps it."""
+        """Send the longest prompt to every engine twice; the second time, KV kept outside the engine is loaded."""
         tokens = self._settings.longest - self._settings.output_tokens
         for round_ in range(2):
             for url in dict.fromkeys((running.prefill_url, running.url)):
@@ -135,9 +135,9 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
 
 
 class Player:
-    """Of one run. What was said in a session before, answers included, is the beginning of its next prompt, as tokens.
+    """Plays the sessions of one run. A prompt begins with the tokens of all its session's messages and answers before.
 
-    State: how many requests were sent. To be used on one event loop.
+    State: the number of requests sent. For one event loop.
     """
 
     def __init__(self, prompts: Prompts, model: str, output_tokens: int) -> None:
@@ -154,9 +154,9 @@ class Player:
         *,
         is_alone: bool,
     ) -> list[Asked]:
-        """Everything, in the order of sessions and turns. `is_alone`: one request after the other, without pauses.
+        """Play all sessions; answers are in the order of sessions and turns. `is_alone`: one session after the other.
 
-        :raises AskFailed: a request was not answered as asked; those under way are then given up.
+        :raises AskFailed: a request was not answered as asked; requests in flight are then cancelled.
         """
         start_s = time.monotonic()
         if is_alone:
@@ -212,7 +212,7 @@ class Player:
 
 
 def compare(points: list[Point]) -> None:
-    """Each answer with the reference's, once both are there."""
+    """Set `is_same`, in place, of all answers to loads that the reference has answered, too."""
     right_one = reference(points)
     right = {_key(point): point for point in points if point.system == right_one}
     for at, point in enumerate(points):
@@ -233,21 +233,21 @@ def _key(point: Point) -> tuple[str, int, str]:
 
 
 def _burst_per_s(points: Iterable[Point], turn: Turn) -> float | None:
-    """What this system answered of this workload in its burst, in this repeat."""
+    """Requests per second that the system answered in this workload's burst, in this repeat, if measured."""
     wanted = (turn.system, turn.workload, turn.repeat, BURST)
     found = [p.requests_per_s for p in points if (p.system, p.workload, p.repeat, p.load) == wanted]
     return found[0] if found else None
 
 
 def _wait_until_stored(running: Running) -> None:
-    """Until a connector has saved what it saves, and nothing more comes to a store beyond this host."""
+    """Give a connector time to save; then wait until a store beyond this host, if any, receives nothing more."""
     time.sleep(SAVED_S)
     if not isinstance(running, CentralRunning):
         return
     seen: list[int] = []
 
     def is_quiet() -> bool:
-        # The question itself has a few bytes; a chunk has many.
+        # Each query adds a few bytes of its own; a chunk adds many.
         seen.append(running.stored_bytes())
         return len(seen) > 2 and seen[-1] - seen[-3] < 1 << 16
 

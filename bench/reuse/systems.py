@@ -1,7 +1,7 @@
-"""What `pdx bench reuse` compares: engines that compute, that remember by themselves, or that have what keeps KV.
+"""Systems that `pdx bench reuse` compares: vLLM without a cache, with its own, or with a KV store beside it.
 
-All of them have one engine that is asked. Those with a store for all hosts have another one, by which the store is
-filled: what the asked engine finds there, another host has computed.
+In each system one engine is asked. Systems with a store for all hosts have a second engine that fills the store: the
+asked engine finds there what another host has computed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pdx.bench.systems.system import Bed, Command, Running, Servers, System
 from pdx.config import parse_bytes
 
 REDIS_S = 10.0
-REDIS_ROOM = 3  # times what PDX's own arena may hold
+REDIS_ROOM = 3  # Redis' memory, as a multiple of `Bed.arena`
 LINE = (sys.executable, "-P", "-m", "pdx.bench.systems.line")
 GIB = 1 << 30
 
 
 class Source(StrEnum):
-    """Where a system is to find the tokens of a prompt that were seen before."""
+    """Where a system should find prompt tokens that were seen before."""
 
     NOWHERE = "nowhere"
     OWN = "own"  # in the engine's own prefix cache
@@ -39,16 +39,16 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of memory, in bytes."""
+    """Sizes of memory, in bytes, and the line and the disk behind it."""
 
-    own: int  # an engine's KV cache that holds everything at once
-    arena_of_many: int  # beside an engine whose chunks are in a store for all hosts
-    gbit: float  # 10⁹ bits a second of the line to that store
-    disk: str = ""  # a folder on the disk below the node of one engine
+    own: int  # of an engine's KV cache that holds everything at once
+    arena_of_many: int  # of the memory beside an engine, if a store for all hosts or a disk is behind it
+    gbit: float  # speed of the line to that store, in 10⁹ bits per second
+    disk: str = ""  # a folder on the disk below the node; empty: none
 
 
 class Recompute(Plain):
-    """Nothing is ever found."""
+    """vLLM without prefix caching: it never finds a token."""
 
     def __init__(self) -> None:
         super().__init__("recompute", "vLLM without any cache")
@@ -65,22 +65,22 @@ class OwnCache(Plain):
         self._nbytes = nbytes
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        size = ("--kv-cache-memory-bytes", str(self._nbytes))  # the last one counts
+        size = ("--kv-cache-memory-bytes", str(self._nbytes))  # overrides the one in `Bed.flags`
         return [_with(command, *size) for command in super().engine_commands(bed, ports)]
 
 
 class Central:
-    """Of a system with a Redis behind a line: its servers, and what has come over the line."""
+    """The servers of a Redis behind a slow line."""
 
     def __init__(self, gbit: float) -> None:
         self._gbit = gbit
 
     def why_not(self) -> str:
-        """Why there can be no Redis; empty: there can."""
+        """Why Redis cannot run here; empty: it can."""
         return "" if shutil.which("redis-server") else "redis-server is not installed (its package is named redis)"
 
     def commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        """Redis, in memory alone, and the line to it."""
+        """Redis without persistence, and the line to it."""
         size = ("--maxmemory", str(REDIS_ROOM * parse_bytes(bed.arena)), "--maxmemory-policy", "allkeys-lru")
         redis = Command(
             name="redis",
@@ -107,7 +107,7 @@ class CentralRunning(Running):
         self._port = port
 
     def stored_bytes(self) -> int:
-        """What was sent to it so far. :raises OSError: it does not answer."""
+        """Bytes that Redis has received so far. :raises OSError: it does not answer."""
         with socket.create_connection(("127.0.0.1", self._port), REDIS_S) as connection:
             connection.sendall(b"INFO stats\r\nQUIT\r\n")
             with connection.makefile("rb") as answer:
@@ -118,18 +118,18 @@ class CentralRunning(Running):
 
 
 class WithRedis(Plain):
-    """Two engines, each beside something that keeps KV in little memory, and one Redis for both.
+    """Two engines, each with a KV store of little memory beside it, and one Redis for both.
 
-    What keeps KV is the next base of whoever derives from this.
+    A mixin: the next base of the derived class provides the KV store.
     """
 
     engines = 2
     _central: Central
-    _arena: int  # bytes, of what keeps KV
+    _arena: int  # bytes, of each KV store
 
     @abstractmethod
     def way(self, ports: Ports) -> tuple[str, ...]:
-        """Options of what keeps KV: its way to the Redis."""
+        """Options that connect the KV store to Redis."""
 
     def why_not(self) -> str:
         return super().why_not() or self._central.why_not()
@@ -185,7 +185,7 @@ class PdxDisk(PdxWith):
 
 
 class LMCacheCentral(WithRedis, LMCache):
-    """Two engines, each with an LMCache server that has little memory, and one Redis by LMCache's own adapter."""
+    """Two engines, each with an LMCache server that has little memory, and one Redis through LMCache's own adapter."""
 
     def __init__(self, sizes: Sizes, chunk_tokens: int | None) -> None:
         super().__init__(chunk_tokens)
@@ -198,7 +198,7 @@ class LMCacheCentral(WithRedis, LMCache):
 
 
 def contenders(sizes: Sizes) -> dict[str, System]:
-    """All of them by name. Those that keep nothing come first."""
+    """All systems by name. Those without a KV store come first."""
     systems: list[System] = [
         Recompute(),
         Plain(),
@@ -232,12 +232,12 @@ def _with(command: Command, *options: str) -> Command:
 
 
 def _other(ports: Ports) -> Ports:
-    """Of the engine by which the store is filled, and of what it has beside it."""
+    """Ports of the engine that fills the store for all hosts, and of the KV store beside that engine."""
     return replace(ports, prefill=ports.decode, prefill_side=ports.decode_side, proxy=ports.spare)
 
 
 def _two_engines(bed: Bed, filling: list[Command], asked: list[Command]) -> list[Command]:
-    """The asked one has the cores of every other system's engine, and comes last."""
+    """The asked engine has the same cores as the engine of every other system, and comes last."""
     _, home = bed.homes()
     return [*(replace(each, name="first-engine", env={**each.env, **home}) for each in filling), *asked]
 

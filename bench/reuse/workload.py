@@ -1,9 +1,7 @@
-"""What is asked, at which load, when and in which order, and who shares which text with whom. Pure.
+"""The requests of each load: their order and times, and the texts that they share. Pure.
 
-A text has a name, and the same name means the same text.
-
-The same settings give the same plan, for every system and in every run. Documents stay the same within a repeat; what
-is asked about them, and all that sessions say, is new at each load.
+A text has a name, and the same name means the same text. The same settings give the same plan, for every system and in
+every run. Documents stay the same within a repeat; questions about them, and all messages, are new at each load.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, KNOWN, SESSIONS
 from pdx.errors import ConfigError
 
 TOGETHER = 3  # requests that an engine's small KV cache holds at once
-FEW = 3  # sessions that are asked one at a time
+FEW = 3  # sessions in a load of one request at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +33,7 @@ class Settings:
     first_tokens: int  # of a session's first message
     message_tokens: int  # of its later ones
     output_tokens: int
-    loads: tuple[float, ...]  # shares of what the system answers in a burst
+    loads: tuple[float, ...]  # shares of the requests per second that the system answers in a burst
     rates: tuple[float, ...]  # requests per second in place of `loads`; inf: a burst
     repeats: int
     seed: int = 0
@@ -48,16 +46,14 @@ class Settings:
         return max(asked if DOCUMENTS in self.workloads else 0, said if SESSIONS in self.workloads else 0)
 
     def working_set(self, workload: str) -> int:
-        """Tokens of all that may be asked for again within one load."""
+        """Tokens that may be asked for again within one load."""
         if workload == DOCUMENTS:
             return self.documents * self.tokens
         each = self.first_tokens + self.output_tokens + (self.turns - 1) * (self.message_tokens + self.output_tokens)
         return self.sessions * each
 
     def check(self) -> None:
-        """:raises ConfigError: an engine's own small cache would hold everything, so that nothing need come from below,
-        or a part of it is nothing.
-        """
+        """:raises ConfigError: an engine's own small cache would hold most of a workload: little would be loaded."""
         for workload in self.workloads:
             if self.working_set(workload) <= 1.5 * TOGETHER * self.longest:
                 what = "--documents" if workload == DOCUMENTS else "--sessions"
@@ -85,17 +81,17 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One client: its requests follow each other, each after the answer to the one before."""
+    """One client: it sends each request after the answer to the one before."""
 
     index: int
-    start_s: float  # when the first request is sent
+    start_s: float  # when the first request is due
     messages: tuple[Message, ...]
-    document: Passage | None = None  # stands before everything
+    document: Passage | None = None  # the beginning of every prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One load of one workload on one system. `share`: of its burst; `rate`: in its place."""
+    """One load of one workload on one system. `share`: of its burst's rate; `rate`: requests per second instead."""
 
     repeat: int
     system: str
@@ -114,7 +110,7 @@ def titled(load: str) -> str:
 
 
 def loads_of(settings: Settings, workload: str) -> list[tuple[str, float | None, float | None]]:
-    """Name, share and rate of each, in the order in which they are asked."""
+    """Name, share and rate of each load, in order."""
     alone = [(FIRST, None, None), *([(KNOWN, None, None)] if workload == DOCUMENTS else [])]
     if settings.rates:
         rates = [(BURST if math.isinf(rate) else f"{rate:g}/s", None, rate) for rate in sorted(settings.rates)]
@@ -130,9 +126,9 @@ def order(settings: Settings, systems: Sequence[str], *, all_at_once: bool) -> l
 
 
 def sessions_of(settings: Settings, turn: Turn, burst_per_s: float | None) -> list[Session]:
-    """Who asks what and when. `burst_per_s`: what the system answered in its burst.
+    """The sessions of one load. `burst_per_s`: requests per second that the system answered in its burst.
 
-    :raises ValueError: it is needed, and is not known.
+    :raises ValueError: `burst_per_s` is needed and is None.
     """
     rate = turn.rate
     if turn.share is not None:
@@ -143,7 +139,7 @@ def sessions_of(settings: Settings, turn: Turn, burst_per_s: float | None) -> li
     draw = random.Random(f"{seed} content")
     if turn.workload == DOCUMENTS:
         count = settings.documents * (1 if rate is None else settings.rounds)
-        documents = [number % settings.documents for number in range(count)]  # each as often as any other
+        documents = [number % settings.documents for number in range(count)]  # each equally often
         draw.shuffle(documents)
         return [
             Session(
@@ -155,8 +151,8 @@ def sessions_of(settings: Settings, turn: Turn, burst_per_s: float | None) -> li
             for index, (start_s, document) in enumerate(zip(_arrivals(count, rate, seed), documents, strict=True))
         ]
     count = min(FEW, settings.sessions) if rate is None else settings.sessions
-    # A session pauses as long as each of the others needs for one request, so that about so many requests come later,
-    # too, and the others' KV comes between two of its own.
+    # On average, a session pauses for the time in which every session sends one request at this rate. So later requests
+    # come at about the same rate, and the KV of other sessions comes between two requests of one session.
     think_s = 0.0 if rate is None else settings.sessions / rate
     return [
         Session(index, start_s, _messages(settings, f"{name} {index}", think_s, draw))
@@ -177,7 +173,7 @@ def _messages(settings: Settings, name: str, think_s: float, draw: random.Random
 
 
 def _arrivals(count: int, rate: float | None, seed: int) -> list[float]:
-    """Poisson arrivals in seconds, stretched so that the last one is at `count / rate`; None, inf: all at once."""
+    """Poisson arrivals in seconds, scaled so that the last one is at `count / rate`; None, inf: all at once."""
     if rate is None or math.isinf(rate):
         return [0.0] * count
     draw, times = random.Random(f"{seed} arrivals"), [0.0]
