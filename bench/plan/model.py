@@ -72,8 +72,10 @@ def best_mixed(case: Case, engines: int) -> Service | None:
 
 
 def never(case: Case) -> list[str]:
-    """Why no split keeps the SLO: what one prefiller and one decoder miss even with hardly any requests."""
-    return _missed(case.at(QUIET).split(1, 1))
+    """Why no split keeps the SLO: what one prefiller and one decoder miss even with hardly any requests; else the
+    load."""
+    missed = _missed(case.at(QUIET).split(1, 1))
+    return missed or [f"{MOST:,} engines of a kind are too few for {case.work.rate:g} requests per second"]
 
 
 def _missed(service: Service) -> list[str]:

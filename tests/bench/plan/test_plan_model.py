@@ -47,6 +47,12 @@ def test_an_impossible_slo_says_what_limits_it():
     assert itl.startswith("ITL: p95 is ")
 
 
+def test_a_load_for_more_engines_than_are_tried_says_so():
+    found = plan(case(rate=100_000))
+    assert found.verdict.helps == "impossible"
+    assert found.verdict.reasons == ["1,024 engines of a kind are too few for 100000 requests per second"]
+
+
 def test_when_only_one_kind_keeps_it():
     chosen = case()
     split = smallest_split(chosen)
