@@ -1,4 +1,4 @@
-"""Sends cases to a server: by aiohttp, as any HTTP client, and by the client libraries of OpenAI and Anthropic."""
+"""Sends cases to a server: as plain HTTP with aiohttp, or with the client libraries of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pdx.errors import ConfigError
 from pdx.telemetry.faults import printable
 
 LIBRARIES = ("openai", "anthropic")
-_KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
-_REST_S = 10.0  # until nothing may be left of a request that its client has left
+_KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes idle connections: no request meets a closed one
+_REST_S = 10.0  # by then the server must have dropped a request whose client has disconnected
 _LOOK_S = 0.02
 _RUNNING = re.compile(rb"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
-_PATIENCE_S = 0.05  # of a client that goes before it has an answer
+_PATIENCE_S = 0.05  # after which a client disconnects without an answer
 _PIECE = 64
-_MOST_BYTES = 8 << 20  # of an answer
+_MOST_BYTES = 8 << 20  # per answer
 
 
 class Server:
-    """One of the two servers. `key`: what it wants in `Authorization`."""
+    """One of the two servers. `key`: the bearer token for `Authorization`."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, *, timeout_s: float, key: str = "") -> None:
         self.url = url
@@ -38,9 +38,9 @@ class Server:
         self._clients: dict[str, Any] = {}
 
     async def models(self) -> list[dict[str, Any]]:
-        """What it serves.
+        """Return the cards of the models that the server has.
 
-        :raises ConfigError: it does not say so.
+        :raises ConfigError: the server does not answer with a list of models.
         """
         answer = await self.ask(Case(name="models", endpoint="/v1/models", path="/v1/models", method="GET"))
         with suppress(ValueError, KeyError, TypeError):
@@ -51,7 +51,7 @@ class Server:
         raise ConfigError(f"no OpenAI server answers at {self.url}/v1/models ({said}); is it up, and ready?")
 
     async def ask(self, case: Case) -> Answer:
-        """Its answer. What goes wrong is part of that."""
+        """Send a case and return the answer. Faults do not raise: they are in `Answer.fault`."""
         answer = Answer()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -93,7 +93,7 @@ class Server:
         )
 
     async def _left(self, case: Case) -> None:
-        """The request of a client that goes away; the server hears of it by its connection's end."""
+        """Send a request and disconnect early; the server notices that the connection is closed."""
         content = _pieces(case.content or b"", is_whole=False) if case.way is Way.UNSENT else case.content
         gives_up_s = _PATIENCE_S if case.way is Way.UNREAD else None
         with suppress(aiohttp.ClientError, OSError, TimeoutError):
@@ -102,13 +102,13 @@ class Server:
                 response.close()
 
     async def _busy(self) -> str:
-        """What is still at work, by the server's own account, when all clients are gone for long enough."""
+        """Wait up to `_REST_S` until the server counts no requests; return what it still counts then."""
         deadline = asyncio.get_running_loop().time() + _REST_S
         while True:
             said = await self._load()
             if not said or asyncio.get_running_loop().time() > deadline:
                 return said
-            await asyncio.sleep(_LOOK_S)  # nothing tells when the counts change
+            await asyncio.sleep(_LOOK_S)  # the server does not notify of changes
 
     async def _load(self) -> str:
         for path in ("/load", "/metrics"):
@@ -126,7 +126,7 @@ class Server:
     # ---- client libraries -------------------------------------------------------------------
 
     async def _call(self, call: Call, answer: Answer) -> None:
-        """What a library makes of the answer, or the error that it raises; events are written as they are sent."""
+        """Call a client library and store its result as JSON or an event stream; or else the error that it raised."""
         answer.headers = {"content-type": "application/json"}
         try:
             found = await self._client(call.library, call.method)(**call.fields)
@@ -136,7 +136,7 @@ class Server:
             answer.headers = {"content-type": "text/event-stream"}
             async for each in found:
                 answer.content += b"data: " + _dumped(each) + b"\n\n"
-        except Exception as error:  # noqa: BLE001 - what it raises is the answer
+        except Exception as error:  # noqa: BLE001 - the error is the answer
             told = {"raises": type(error).__name__, "body": getattr(error, "body", None)}
             answer.status = getattr(error, "status_code", None) or 0
             answer.content += json.dumps(told).encode()
@@ -145,7 +145,7 @@ class Server:
         if library not in self._clients:
             module = import_module(library)
             made, base = (module.AsyncOpenAI, "/v1") if library == "openai" else (module.AsyncAnthropic, "")
-            # vLLM wants a key as a bearer, which is Anthropic's `auth_token`.
+            # vLLM expects a bearer token, which is Anthropic's `auth_token`.
             keys = {"api_key" if library == "openai" else "auth_token": self._key or "none"}
             self._clients[library] = made(base_url=self.url + base, max_retries=0, timeout=self._timeout_s, **keys)
         found = self._clients[library]
@@ -154,14 +154,14 @@ class Server:
         return found
 
     async def close(self) -> None:
-        """The libraries' connections."""
+        """Close the connections of the client libraries."""
         for client in self._clients.values():
             await client.close()
 
 
 @asynccontextmanager
 async def connected(*urls: str, timeout_s: float, key: str = "") -> AsyncIterator[list[Server]]:
-    """Servers at these URLs."""
+    """Yield one server per URL; all of them share one HTTP session."""
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -197,7 +197,7 @@ async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
 
 
 async def _pieces(content: bytes, *, is_whole: bool = True) -> AsyncIterator[bytes]:
-    """A body whose length nobody announces; or one that has no end."""
+    """Yield a body piece by piece, so that its length is not announced; unless `is_whole`, abort before its end."""
     for at in range(0, len(content), max(_PIECE, len(content) // 16)):
         yield content[at : at + max(_PIECE, len(content) // 16)]
     if not is_whole:

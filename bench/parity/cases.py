@@ -1,4 +1,4 @@
-"""Makes the cases: the same ones for the same seed and model."""
+"""Makes the cases: always the same for a given model and seed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 LIMIT = {COMPLETIONS: "max_tokens", CHATS: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
 SHORT = {COMPLETIONS: "completions", CHATS: "chats", RESPONSES: "responses", MESSAGES: "messages"}
-HIDDEN = "not for clients"  # the group of routes that set engines up, or tell of them
+HIDDEN = "not for clients"  # the group of routes that configure or describe engines
 FORM = {"Content-Type": "multipart/form-data; boundary=xx"}
-_STEP = 120  # tokens of which each engine computes several prompts at once
-_ANSWER = 12  # tokens of the usual one
-_LONG_ANSWER = 400  # of one whose client leaves
-_IDS_BELOW = 1 << 20  # of a context of so many tokens, a list of ids that is too long is not sent
+_STEP = 120  # tokens: an engine computes several prompts of this length in one step
+_ANSWER = 12  # tokens of a usual answer
+_LONG_ANSWER = 400  # tokens of an answer whose client leaves
+_IDS_BELOW = 1 << 20  # from this context length on, no prompts of about that length are sent
 _WORDS = ["the", "a", "cat", "dog", "house", "tree", "river", "stone", "runs", "sings", "over", "under", "7", "é", "語"]
 
 
 class Maker:
-    """`model`, `length`: the server's model, and the longest prompt with its answer, in tokens."""
+    """Makes cases for one server. `model`: its model; `length`: the context length, in tokens."""
 
     def __init__(self, model: str, length: int, seed: int) -> None:
         self.model = model
@@ -35,8 +35,8 @@ class Maker:
         self._shared = self._text(self._size // 2)
 
     def cases(self, count: int, libraries: Iterable[str] = (), *, only: str = "") -> list[Case]:
-        """So many of all that there are, or, where there are fewer, all and mixtures of their fields. With `only`:
-        those of all, not of so many, that have it in their names. By `libraries` those are made that need one of these.
+        """A random sample of `count` cases; if there are fewer, all of them and mixtures of their fields. `only`: all
+        cases with this text in their names instead of a sample. `libraries`: the client libraries to use, too.
         """
         every = [*self._every(), *self._calls(libraries)]
         every = _unlike([*every, *self._mixed(count - len(every))])
@@ -55,7 +55,7 @@ class Maker:
         yield from self._leaving()
 
     def _text(self, size: int) -> str:
-        """Words of so many bytes."""
+        """Random words, `size` bytes or slightly more in all."""
         words: list[str] = []
         while size > 0:
             words.append(self._random.choice(_WORDS))
@@ -63,8 +63,8 @@ class Maker:
         return " ".join(words)
 
     def _asked(self, route: str, said: Mapping[str, Any]) -> dict[str, Any]:
-        """The usual request to a route that generates, greedy, and what else it is to say."""
-        # vLLM 0.32 on a CPU ends at a seed whose prompt takes more than one step.
+        """The usual greedy request to a generating route, updated with `said`."""
+        # vLLM 0.32 on a CPU crashes on a request with a seed whose prompt takes more than one step.
         most = min(self._size, _STEP) if "seed" in said else self._size
         text = self._text(self._random.choice((30, most)))
         made: dict[str, Any] = {"model": self.model, LIMIT[route]: _ANSWER, "temperature": 0}
@@ -91,7 +91,7 @@ class Maker:
         }
         for route, table in tables.items():
             limits = {name: {LIMIT[route]: value} for name, value in fields.LIMITS.items()}
-            if route == CHATS:  # of these the engine computes answers as long as its context
+            if route == CHATS:  # the engine would fill its whole context
                 del limits["limit-None"]
             for name, said in (table | limits).items():
                 yield self._case(route, name, said)
@@ -99,7 +99,7 @@ class Maker:
                     yield self._case(route, f"{name} streamed", {**said, "stream": True})
 
     def _mixed(self, count: int) -> Iterator[Case]:
-        """Several fields at once."""
+        """Random combinations of several fields."""
         tables = {
             COMPLETIONS: [*fields.SAMPLING.values(), *fields.COMPLETIONS.values()],
             CHATS: [*fields.SAMPLING.values(), *fields.CHATS.values()],
@@ -116,7 +116,7 @@ class Maker:
             yield self._case(route, f"mixture {number}", said)
 
     def _prompts(self) -> Iterator[Case]:
-        """Prompts of all lengths and forms, twice where they are cached."""
+        """Prompts of all lengths and forms; some repeat another one or its beginning, to hit the prefix cache."""
         text = self._text(self._size)
         ids = [self._random.randrange(32, 127) for _ in range(self._size)]
         prompts: dict[str, Any] = {
@@ -264,7 +264,7 @@ class Maker:
         yield Case(name="preflight", endpoint="methods", path=COMPLETIONS, method="OPTIONS", headers=page)
 
     def _whole(self) -> Iterator[Case]:
-        """Endpoints beside the four that generate."""
+        """Endpoints other than the four that generate."""
         for path in (
             "/v1/models",
             "/version",
@@ -328,7 +328,7 @@ class Maker:
             yield Case(name=f"POST {path}", endpoint=path, path=path, headers=FORM, content=sound)
 
     def _leaving(self) -> Iterator[Case]:
-        """Clients that go, and what is asked right after."""
+        """Clients that disconnect early, each followed by a usual request."""
         for route in SHORT:
             then = body(self._asked(route, {}))
             most = min(_LONG_ANSWER, self.length // 2)
@@ -345,7 +345,7 @@ class Maker:
     def _calls(self, libraries: Iterable[str]) -> Iterator[Case]:
         messages = [{"role": "user", "content": self._text(60)}]
         chat = {"model": self.model, "messages": messages, "max_tokens": _ANSWER}
-        greedy = {"extra_body": {"temperature": 0}}  # which is no field of newer clients
+        greedy = {"extra_body": {"temperature": 0}}  # newer clients have no parameter for it
         ours: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "openai": [
                 ("models.list", {}),
@@ -381,18 +381,18 @@ def _called(library: str, method: str, said: dict[str, Any], number: int, how: s
 
 
 def _is_random(route: str, asked: Mapping[str, Any]) -> bool:
-    """Whether two answers differ because tokens are drawn."""
+    """Whether tokens are sampled without a seed, so that two answers differ."""
     heat, has_seed = asked.get("temperature", 0), route in (COMPLETIONS, CHATS) and asked.get("seed") is not None
     return (heat is None or (isinstance(heat, float | int) and heat > 0)) and not has_seed and asked.get("top_k") != 1
 
 
 def leaves(case: Case) -> bool:
-    """Whether it looks at what the whole server does: nothing else may be asked meanwhile."""
+    """Whether the case checks the load of the whole server, so that no other request may run meanwhile."""
     return case.way in (Way.LEAVES, Way.UNREAD, Way.UNSENT)
 
 
 def _unlike(cases: list[Case]) -> list[Case]:
-    """With each name once."""
+    """Number repeated names, so that each name is unique."""
     seen: dict[str, int] = {}
     found = []
     for case in cases:

@@ -1,4 +1,4 @@
-"""`pdx parity`: the same requests to a plain engine and to what stands before engines, and where answers differ."""
+"""`pdx parity`: sends the same requests to a plain engine and to a proxy, and prints where their answers differ."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def parity(
     concurrency: int,
     key: str,
 ) -> None:
-    """Send some hundred requests to PLAIN, an engine, and to URL, a proxy before engines of its kind, and print where
+    """Send several hundred requests to PLAIN, an engine, and to URL, a proxy in front of such engines, and print where
     their answers differ.
 
-    All endpoints, whole and streamed; right, odd and wrong requests; clients that leave; the clients of OpenAI and
-    Anthropic, where they are installed. PLAIN is asked everything twice: where it differs from itself, only the form is
-    compared. PLAIN may be a file of --record: then the two need not run at the same time.
+    Covers all endpoints, whole and streamed; valid, odd and malformed requests; clients that disconnect; the clients of
+    OpenAI and Anthropic, if installed. PLAIN gets every request twice: where it differs from itself, only the form is
+    compared. PLAIN may be a file written by --record: then the two need not run at the same time.
 
-    Exit status 1: an answer differs, and no reason is listed.
+    Exit status 1: an answer differs, and no listed reason covers the difference.
     """
     import asyncio
 
@@ -64,7 +64,7 @@ def parity(
     if url is None and record is None:
         raise ConfigError("name a URL to compare with PLAIN, or a file by --record")
     for name in [each for each in os.environ if each.startswith(_OF_CLIENTS)]:
-        del os.environ[name]  # keys and headers for somebody else
+        del os.environ[name]  # keys and headers meant for other servers
     console = Console(highlight=False, markup=False)
     bar = progress(hidden=not sys.stderr.isatty())
     task = bar.add_task("starting", total=None)

@@ -1,7 +1,7 @@
-"""What of an answer has to be equal: all but names, times, and what is counted of caches.
+"""The essence of an answer, which has to be equal: all but ids, times, cached token counts, and an engine's identity.
 
-A stream becomes what its client makes of it: events that follow each other are joined where they are of one form, and
-tokens in any case, because engines send those of several steps together when they are busy.
+The events of a stream are joined as a client would join them: consecutive events of the same form, and token events of
+any form, because a busy engine puts the tokens of several steps into one event.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import msgspec
 from pdx.bench.parity.records import Answer
 
 ABSENT = "(nothing)"
-OWN_ID = "parity-"  # ids that cases give their requests begin so; an answer has them as they are
+OWN_ID = "parity-"  # part of the ids that cases choose themselves; these are compared in full
 _ORIGIN = re.compile(r"https?://[^/]*")
-_TOLERANCE = 1e-3  # of log probabilities and vectors, whose last digits depend on what is computed beside them
-# Of how the answer travels, or of the moment.
+_TOLERANCE = 1e-3  # of log probabilities and vectors, whose last digits depend on the rest of the batch
+# Headers that depend on the transport or on the time.
 _PASSING = {"date", "content-length", "transfer-encoding", "connection", "keep-alive"}
 _IDS = {"id", "item_id", "request_id", "response_id"}
 _TIMES = {"created", "created_at", "completed_at"}
-# Which engine it was, and what its connector says to a router.
+# The engine's identity, and its connector's message to a router.
 _OF_AN_ENGINE = {"system_fingerprint", "kv_transfer_params", "service_tier_used"}
-# How much of the prompt was cached, here or there.
+# How much of the prompt was cached.
 _CACHED = {"cached_tokens", "created_cache_tokens", "cache_write_tokens"}
-_READ = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")  # of messages: the sum is the prompt
-# Texts that grow from event to event; all other values stand for themselves.
+_READ = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")  # /v1/messages; sum: prompt
 _TOKENS = "tokens"
 _FORMS = "forms of tokens"
+# Texts that are concatenated over events; of any other text or number, the last one counts.
 _GROWING = {"text", "content", "delta", "arguments", "partial_json", "reasoning", "reasoning_content", "thinking"}
 
 
-Path = tuple[str | int, ...]  # names of fields, and numbers in lists
+Path = tuple[str | int, ...]  # field names and list indices
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Where two answers differ: a path in their essences, and what is there."""
+    """Where two answers differ: a path in their essences, and both values."""
 
     path: Path
     want: Any
@@ -47,10 +47,10 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def essence(answer: Answer) -> dict[str, Any]:
-    """What has to be equal, as JSON."""
+    """The parts of an answer that have to be equal, as JSON values."""
     headers = {name: value for name, value in answer.headers.items() if name not in _PASSING}
     if headers.get("content-type", "").startswith("application/json"):
-        headers["content-type"] = "application/json"  # which is in UTF-8, whether it says so or not
+        headers["content-type"] = "application/json"  # JSON is UTF-8 with or without a charset
     if "location" in headers:
         headers["location"] = _ORIGIN.sub("", headers["location"])
     if "endpoint-load-metrics" in headers:
@@ -61,17 +61,17 @@ def essence(answer: Answer) -> dict[str, Any]:
 
 
 def differences(want: Any, got: Any, loose: frozenset[Path] = frozenset()) -> list[Difference]:
-    """Where two essences differ. Of paths in `loose`, and of all below them, only the form has to be equal."""
+    """Where two essences differ. At paths in `loose`, and below them, only the form has to be equal."""
     return list(_compared((), want, got, loose))
 
 
 def place(path: Path) -> Path:
-    """A path without the numbers in its lists: all answers of a list are alike."""
+    """A path with "[]" for each list index: all items of a list count as one place."""
     return tuple("[]" if isinstance(step, int) else step for step in path)
 
 
 def told(path: Path) -> str:
-    """As people write it: `body.choices[0].text`."""
+    """A path as text: `body.choices[0].text`."""
     steps = (f"[{step}]" if isinstance(step, int) else step if step == "[]" else f".{step}" for step in path)
     return "".join(steps).removeprefix(".")
 
@@ -94,8 +94,8 @@ def _content(kind: str, content: bytes) -> Any:
 
 
 def _streamed(content: bytes) -> dict[str, Any]:
-    """The events, joined; how many names and models they have, whether numbers and counts of tokens grow, and what
-    forms events of tokens have before the last one: none, where an engine has sent all tokens together."""
+    """The joined events; the number of ids, the models, whether sequence numbers and token counts grow, and the forms
+    of token events before the last one: none if an engine has sent all tokens in one event."""
     joined: list[tuple[str, Any]] = []
     names, models, forms = set(), set(), set()
     numbers: list[int] = []
@@ -105,7 +105,7 @@ def _streamed(content: bytes) -> dict[str, Any]:
             found = json.loads(data)
             event = _plain(found)
         except (ValueError, RecursionError):
-            joined.append((name, data))  # [DONE], and what is no event
+            joined.append((name, data))  # [DONE], and what is not JSON
             continue
         if isinstance(event, dict):
             names.add(str(found.get("id")))
@@ -137,7 +137,7 @@ def _grows(counts: list[Any]) -> bool:
 
 
 def _events(content: bytes) -> Iterator[tuple[str, str]]:
-    """The name and the data of each event; of a piece that is none, the piece."""
+    """The name and the data of each event. A line with any other field is marked and put into the data."""
     for piece in content.decode("utf-8", "replace").replace("\r\n", "\n").split("\n\n"):
         name, data = "", []
         for line in piece.split("\n"):
@@ -146,14 +146,14 @@ def _events(content: bytes) -> Iterator[tuple[str, str]]:
                 name = value.strip()
             elif field == "data":
                 data.append(value.removeprefix(" "))
-            elif field:  # a comment has none
+            elif field:  # empty for a comment
                 data.append(f"no field of an event: {line}")
         if data:
             yield name, "\n".join(data)
 
 
 def _has_tokens(event: Any) -> bool:
-    """Whether it is of a completion or a chat, and not the one that says who speaks."""
+    """Whether the event has tokens of a completion or a chat; the event that names a chat's role has none."""
     choices = event.get("choices") if isinstance(event, dict) else None
     first = choices[0] if isinstance(choices, list) and choices else None
     delta = first.get("delta") if isinstance(first, dict) else None
@@ -161,7 +161,7 @@ def _has_tokens(event: Any) -> bool:
 
 
 def _form(value: Any) -> str:
-    """The names of an event's fields, and of those in its choices."""
+    """The names of an event's fields, with those of nested objects except `logprobs`; a list has its first item's."""
     if isinstance(value, dict):
         inner = {
             key: _form(each) if isinstance(each, dict | list) and key != "logprobs" else ""
@@ -172,7 +172,7 @@ def _form(value: Any) -> str:
 
 
 def _joined(one: Any, other: Any, key: str = "") -> Any:
-    """Two events of one form as one."""
+    """Join two events of the same form."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = dict.fromkeys([*one, *other])
         return {name: _joined(one.get(name), other.get(name), name) for name in keys}
@@ -190,7 +190,7 @@ def _joined(one: Any, other: Any, key: str = "") -> Any:
 
 
 def _plain(value: Any, key: str = "", beside: Mapping[str, Any] | None = None) -> Any:
-    """Without what is another one in each answer."""
+    """A value without what differs from answer to answer."""
     if isinstance(value, dict):
         found = {name: _plain(each, name, value) for name, each in value.items() if name not in _OF_AN_ENGINE}
         if "cache_read_input_tokens" in value and all(isinstance(value.get(name) or 0, int) for name in _READ):
@@ -209,7 +209,7 @@ def _plain(value: Any, key: str = "", beside: Mapping[str, Any] | None = None) -
 
 
 def _prefix(name: str) -> str:
-    """What says of which kind a name is: `cmpl-`, `resp_`."""
+    """The prefix of an id that tells its kind: `cmpl-…`, `resp_…`."""
     ends = [at for mark in "-_" if (at := name.find(mark)) >= 0]
     return name[: min(ends) + 1] + "…" if ends else "…"
 
@@ -241,7 +241,7 @@ def _equal(want: Any, got: Any) -> bool:
 
 
 def _alike(value: Any) -> Any:
-    """The form of a value: of two texts it is the same."""
+    """The form of a value: its field names and kinds of values; a list has the form of its first item."""
     if isinstance(value, dict):
         return {name: _alike(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -1,5 +1,5 @@
-"""What requests say: by endpoint, fields that an engine takes, and such that it has to refuse. {} is the usual request,
-and a later field of one name counts."""
+"""Request fields by endpoint: valid, odd, and ones that an engine has to refuse. Each entry is merged into the usual
+request and overrides its fields; {} is the usual request itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Fields = dict[str, Any]
 SCHEMA: Fields = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SEEDED: Fields = {"temperature": 0.8, "seed": 7}
 
-# Of completions and chats.
+# For completions and chats.
 SAMPLING: dict[str, Fields] = {
     "usual": {},
     "seeded": SEEDED,
@@ -58,7 +58,7 @@ SAMPLING: dict[str, Fields] = {
     "seed-large": {"temperature": 0.8, "seed": (1 << 63) - 1},
 }
 
-# Of answers' lengths; `limit` is the endpoint's name for `max_tokens`.
+# Limits on the answer's length: values for the endpoint's `max_tokens`, which some endpoints name differently.
 LIMITS: dict[str, Any] = {
     **{f"limit-{value}": value for value in (1, 2, 3, 40, 0, -1, None)},
     "limit-text": "5",
@@ -230,7 +230,7 @@ MESSAGES: dict[str, Fields] = {
     "transfer": {"kv_transfer_params": {"do_remote_prefill": True, "transfer_id": "t" * 32}},
 }
 
-# Bodies that are none, by what is wrong with them. None of these may be read by one server and refused by the other.
+# Broken bodies, by what is wrong with them. The two servers must agree on whether to accept each one.
 BROKEN: dict[str, bytes] = {
     "empty": b"",
     "space": b"  \n",

@@ -1,4 +1,4 @@
-"""Why an answer of PDX's proxy may differ from an engine's: each reason with its sentence, and what it covers.
+"""Reasons why an answer of PDX's proxy may differ from an engine's: each with its sentence, and what it covers.
 
 A difference that no reason covers is a defect.
 """
@@ -18,21 +18,21 @@ from pdx.bench.parity.records import Answer, Case
 _OF_PAGES = ("vary", "access-control-allow-origin", "access-control-allow-credentials", "access-control-expose-headers")
 _ITEMS = re.compile(r"<dict of \d+ items>")
 
-# Which of the two answers, and where: (case, plain, got, difference).
+# Whether a reason covers a difference: (case, plain answer, proxy's answer, difference).
 Covers = Callable[[Case, Answer, Answer, Difference], bool]
 
 
 class Reason(NamedTuple):
-    """A difference that is meant."""
+    """A kind of intended difference."""
 
     name: str
     sentence: str
     covers: Covers
-    is_general: bool = False  # of headers that all answers have
+    is_general: bool = False  # about headers of answers in general; not counted as `listed`
 
 
 def _header(*names: str, added: bool = True) -> Covers:
-    """Headers that plain does not send (`added`), or has another value for."""
+    """Cover these headers where plain does not send them; with `added=False`, where the values differ, too."""
 
     def covers(_case: Case, _plain: Answer, _got: Answer, found: Difference) -> bool:
         return found.path[:1] == ("headers",) and found.path[1] in names and (not added or found.want == ABSENT)
@@ -48,7 +48,7 @@ def _object(answer: Answer) -> Mapping[str, Any]:
 
 
 def _error(answer: Answer) -> Mapping[str, Any]:
-    """What an answer says is wrong."""
+    """An answer's `error` object; empty if it has none."""
     error = _object(answer).get("error")
     return error if isinstance(error, dict) else {}
 
@@ -140,5 +140,5 @@ REASONS = (
 
 
 def reason(case: Case, plain: Answer, got: Answer, found: Difference) -> Reason | None:
-    """The first one that covers a difference."""
+    """The first reason that covers a difference."""
     return next((each for each in REASONS if each.covers(case, plain, got, found)), None)

@@ -1,4 +1,4 @@
-"""What is asked and what is answered, as it is kept in a file."""
+"""Cases and their answers, in memory and as stored in a file."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import msgspec
 
 from pdx.errors import ConfigError
 
-VERSION = 1  # of the file; an older one is not read
+VERSION = 1  # of the file; other versions are rejected
 _KINDS = {"Content-Type": "application/json"}
-_CURL_BYTES = 4096  # of a body that is written out
+_CURL_BYTES = 4096  # longer bodies and headers are not written out in a command
 
 
 class Way(StrEnum):
     """How a request is sent, and how long its client stays."""
 
-    WHOLE = "whole"  # to the end of the answer
-    CHUNKED = "chunked"  # likewise; the body's length is not announced
-    LEAVES = "leaves"  # the client goes when the answer has begun, and then sends `Case.then`
-    UNREAD = "unread"  # it goes before the answer
-    UNSENT = "unsent"  # it goes in the midst of its body
+    WHOLE = "whole"  # until the end of the answer
+    CHUNKED = "chunked"  # likewise, with a body whose length is not announced
+    LEAVES = "leaves"  # the client disconnects when the answer has begun, and then sends `Case.then`
+    UNREAD = "unread"  # likewise, but it does not wait for the answer
+    UNSENT = "unsent"  # likewise, but before the end of its body
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,21 +36,21 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request. `name` is unique, and says what is special about it."""
+    """One request. `name` is unique and tells what is special about it."""
 
     name: str
-    endpoint: str  # by which answers are counted
+    endpoint: str  # the report counts answers by it
     path: str = ""
     method: str = "POST"
     headers: dict[str, str] = {}
     content: bytes | None = None
     way: Way = Way.WHOLE
-    then: bytes = b""  # what is asked of the same path after the client has left; its answer is compared
-    is_random: bool = False  # no two answers are equal, only alike
-    call: Call | None = None  # instead of all that
+    then: bytes = b""  # body of the next request, after the client has disconnected; its answer is compared
+    is_random: bool = False  # answers are never equal: only their form is compared
+    call: Call | None = None  # instead of the fields above
 
     def again(self, url: str) -> str:
-        """A line of shell that repeats it."""
+        """A shell command that repeats the request."""
         if self.call is not None:
             return self._in_python(url)
         words = ["curl", "-sS", "-i", "-X", self.method] if self.method != "HEAD" else ["curl", "-sS", "-I"]
@@ -82,17 +82,17 @@ def _said(content: bytes) -> str:
 
 
 class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What came back. `fault`: why there is no answer, or no whole one."""
+    """An answer. `fault`: why it is missing or incomplete."""
 
     status: int = 0
     headers: dict[str, str] = {}
     content: bytes = b""
     fault: str = ""
-    left: str = ""  # what a request that its client has left still keeps busy
+    left: str = ""  # what the server still counts as running although its client has disconnected
 
 
 class Asked(msgspec.Struct, kw_only=True):
-    """A case and what the plain server answered to it, twice."""
+    """A case and both answers of the plain server to it."""
 
     case: Case
     first: Answer
@@ -100,7 +100,7 @@ class Asked(msgspec.Struct, kw_only=True):
 
 
 class Recording(msgspec.Struct, kw_only=True):
-    """What a plain server answered to all cases."""
+    """The answers of a plain server to all cases."""
 
     url: str
     model: str
@@ -110,7 +110,7 @@ class Recording(msgspec.Struct, kw_only=True):
     version: int = VERSION
 
     def write(self, path: Path) -> None:
-        """:raises ConfigError: it cannot be written."""
+        """:raises ConfigError: the file cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(msgspec.json.encode(self))
@@ -119,7 +119,7 @@ class Recording(msgspec.Struct, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> Recording:
-        """:raises ConfigError: it is no recording of this version."""
+        """:raises ConfigError: the file cannot be read, or is not a recording of this version."""
         try:
             found = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
@@ -132,12 +132,12 @@ class Recording(msgspec.Struct, kw_only=True):
 
 
 def body(fields: Any) -> bytes:
-    """A body of JSON."""
+    """A JSON body."""
     return json.dumps(fields).encode()
 
 
 def posted(name: str, endpoint: str, fields: Any, **more: Any) -> Case:
-    """A case with a body of JSON, or with bytes that claim to be that."""
+    """A case with a JSON body, or with bytes that claim to be JSON."""
     content = fields if isinstance(fields, bytes) else body(fields)
     path = more.pop("path", endpoint)
     headers = {**_KINDS, **more.pop("headers", {})}

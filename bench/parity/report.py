@@ -1,4 +1,4 @@
-"""What `pdx parity` says: a table by endpoint, the reasons, and each difference with a line that repeats it."""
+"""The report of `pdx parity`: a table by endpoint, the reasons, and each difference with a command that repeats it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pdx.errors import ConfigError
 from pdx.extras import own_version
 from pdx.telemetry.faults import printable
 
-_SHOWN = 40  # cases that differ; the file has all
-_CHARACTERS = 160  # of each answer
-_PATHS = 5  # of a case
+_SHOWN = 40  # differing cases on the terminal; the JSON file has all
+_CHARACTERS = 160  # per answer
+_PATHS = 5  # per case
 _COLUMNS = (">cases", ">equal", ">loose", ">listed", ">differ", ">not compared")
 
 
@@ -54,7 +54,7 @@ _NUMBERS = ("cases", "equal", "loose", "listed", "differ", "uncompared")
 
 
 def _loose(verdicts: Sequence[Verdict]) -> str:
-    """Where plain differs from itself, most often first."""
+    """A line on where plain differs from itself, most frequent places first."""
     random = sum(each.case.is_random for each in verdicts)
     places = Counter(_where(path) for each in verdicts if not each.case.is_random for path in each.loose)
     said = ", ".join(f"{name} ({count})" for name, count in places.most_common(8)) or "nowhere"
@@ -77,7 +77,7 @@ def _difference(verdict: Verdict, url: str) -> Iterator[str]:
 
 
 def _where(path: Place) -> str:
-    return printable(told(path), _CHARACTERS)  # the names in it are a server's
+    return printable(told(path), _CHARACTERS)  # field names come from a server
 
 
 def _short(value: Any) -> str:
@@ -88,9 +88,9 @@ def _short(value: Any) -> str:
 
 
 def write(path: Path, recording: Recording, verdicts: Sequence[Verdict], url: str) -> None:
-    """All that was found, as JSON.
+    """Write all findings as JSON.
 
-    :raises ConfigError: it cannot be written.
+    :raises ConfigError: the file cannot be written.
     """
     report = {
         "version": own_version(),
@@ -107,7 +107,7 @@ def write(path: Path, recording: Recording, verdicts: Sequence[Verdict], url: st
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1, default=msgspec.to_builtins))  # half a character, too
+        path.write_text(json.dumps(report, indent=1, default=msgspec.to_builtins))  # escapes lone surrogates
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -1,4 +1,4 @@
-"""Asks the plain server everything twice, then the other one everything once, and says what differs."""
+"""Sends every case twice to the plain server, then once to the other one, and finds what differs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from pdx.bench.parity.records import Answer, Asked, Case, Recording
 from pdx.errors import ConfigError
 from pdx.extras import install
 
-DEFAULT_LENGTH = 2048  # of the context of a server that does not say it
-_MOST_FAULTS = 5  # without an answer, one after the other: nobody is there
+DEFAULT_LENGTH = 2048  # assumed context length if the server does not tell its own
+_MOST_FAULTS = 5  # requests in a row without an answer: the server is gone
 
 _GENERAL = {each.name for each in REASONS if each.is_general}
 
-Told = Callable[[str, int, int], None]  # what is being done, how far it is, of how many
+Told = Callable[[str, int, int], None]  # activity, requests done, requests in all
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """One case, compared."""
+    """The result of comparing one case."""
 
     case: Case
     plain: Answer
     got: Answer
-    loose: list[Path] = []  # where plain differed from plain
+    loose: list[Path] = []  # compared by form: plain differed from itself there, or tokens are random
     differences: list[Difference] = []  # without a reason
-    reasons: dict[str, int] = {}  # names of those that cover others, and how many
-    uncompared: str = ""  # why plain's answer is none to compare with
+    reasons: dict[str, int] = {}  # name of a reason -> number of differences that it covers
+    uncompared: str = ""  # why plain's answers are no reference
 
 
 def chosen(model: str, length: int, *, seed: int, count: int, only: str = "") -> tuple[list[Case], dict[str, str]]:
-    """The cases, and the groups that cannot be run here, with the reason."""
+    """The cases, and the groups of cases that cannot run here, with the reasons."""
     missing = missing_libraries()
     made = Maker(model, length, seed).cases(count, [name for name in LIBRARIES if name not in missing], only=only)
     if not made:
@@ -47,9 +47,9 @@ def chosen(model: str, length: int, *, seed: int, count: int, only: str = "") ->
 
 
 async def facts(server: Server, model: str = "") -> tuple[str, int]:
-    """The model that is asked for, and how many tokens it takes.
+    """The name and context length of `model`, or of the server's first one.
 
-    :raises ConfigError: the server does not have it.
+    :raises ConfigError: the server does not have the model, or does not list its models.
     """
     cards = {card["id"]: card for card in await server.models()}
     name = model or next(iter(cards))
@@ -60,9 +60,9 @@ async def facts(server: Server, model: str = "") -> tuple[str, int]:
 
 
 async def record(server: Server, cases: Sequence[Case], into: Recording, *, concurrency: int, told: Told) -> None:
-    """Ask the plain server everything twice. The second time much is cached: what changes by that is no difference.
+    """Send every case to the plain server twice. The second pass hits its caches, so effects of caching do not count.
 
-    :raises ConfigError: it answers no more.
+    :raises ConfigError: the server stopped answering.
     """
     first = await _all(server, cases, concurrency, lambda done: told("plain", done, 2 * len(cases)))
     second = await _all(server, cases, concurrency, lambda done: told("plain", len(cases) + done, 2 * len(cases)))
@@ -70,9 +70,9 @@ async def record(server: Server, cases: Sequence[Case], into: Recording, *, conc
 
 
 async def compare(server: Server, recorded: Sequence[Asked], *, concurrency: int, told: Told) -> list[Verdict]:
-    """Ask the other server everything.
+    """Send every recorded case to the other server.
 
-    :raises ConfigError: it answers no more.
+    :raises ConfigError: the server stopped answering.
     """
     cases = [each.case for each in recorded]
     got = await _all(server, cases, concurrency, lambda done: told(server.url, done, len(cases)))
@@ -80,7 +80,7 @@ async def compare(server: Server, recorded: Sequence[Asked], *, concurrency: int
 
 
 def judged(asked: Asked, got: Answer) -> Verdict:
-    """What differs between a server's answer and the plain one's, where that one does not differ from itself."""
+    """Compare a server's answer with the plain one's; where plain differs from itself, only by form."""
     case, plain = asked.case, asked.first
     verdict = Verdict(case=case, plain=plain, got=got)
     if plain.fault or asked.second.fault or plain.status != asked.second.status:
@@ -101,7 +101,7 @@ def judged(asked: Asked, got: Answer) -> Verdict:
 
 
 async def _all(server: Server, cases: Sequence[Case], concurrency: int, told: Callable[[int], None]) -> list[Answer]:
-    """The answers in the order of the cases; those that look at the whole server are asked alone, at the end."""
+    """The answers in the order of the cases. Cases that check the load of the whole server run last, one at a time."""
     answers: dict[int, Answer] = {}
     silent: list[str] = []
 
@@ -128,19 +128,19 @@ async def _all(server: Server, cases: Sequence[Case], concurrency: int, told: Ca
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """What became of an endpoint's cases."""
+    """Counts of an endpoint's cases, by outcome."""
 
     endpoint: str
     cases: int = 0
-    equal: int = 0  # but for what a reason covers
-    loose: int = 0  # of these, those in which plain differs from plain somewhere
-    listed: int = 0  # of these, those in which a reason covers more than headers that all answers have
+    equal: int = 0  # apart from differences that a reason covers
+    loose: int = 0  # of the equal ones: compared by form somewhere
+    listed: int = 0  # of the equal ones: with a reason that is not general
     differ: int = 0
     uncompared: int = 0
 
 
 def rows(verdicts: Sequence[Verdict]) -> list[Row]:
-    """By endpoint, in the order in which they come."""
+    """One row per endpoint, in order of appearance."""
     found: dict[str, Row] = {}
     for each in verdicts:
         row = found.setdefault(each.case.endpoint, Row(endpoint=each.case.endpoint))
@@ -155,5 +155,5 @@ def rows(verdicts: Sequence[Verdict]) -> list[Row]:
 
 
 def covered(verdicts: Sequence[Verdict]) -> Counter[str]:
-    """In how many cases each reason covers something."""
+    """The number of cases in which each reason covers a difference."""
     return Counter(name for each in verdicts for name in each.reasons)
