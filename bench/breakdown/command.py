@@ -1,4 +1,4 @@
-"""`pdx bench breakdown`: where a request's time goes, beside vLLM's own disaggregation in the same run."""
+"""`pdx bench breakdown`: where a request's time goes, compared with vLLM's own disaggregation in the same run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 GIB, MIB = 1 << 30, 1 << 20
-# Where the environment says nothing else. The last one lets engines be asked to empty their prefix caches.
+# Defaults that the environment overrides. The last one enables resets of the engines' prefix caches.
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
 KV_SPACE, KV_FLAG = "VLLM_CPU_KVCACHE_SPACE", "--kv-cache-memory-bytes"
-SLACK_BLOCKS = 2  # that an engine takes beyond those of its requests
+SLACK_BLOCKS = 2  # an engine takes these beyond those of its requests
 
 
 @click.command()
@@ -59,7 +59,7 @@ def breakdown(
     max_engines: int | None,
     flags: tuple[str, ...],
 ) -> None:
-    """Send the same prompts to PDX, to vLLM's own connectors and to plain vLLM, in turns, and say where the time went.
+    """Send the same prompts to PDX, to vLLM's own connectors and to plain vLLM in turns, and show where the time went.
 
     Flags after -- go to every engine: pdx bench breakdown --model ./Llama-3.1-8B -- --gpu-memory-utilization 0.4
 
@@ -94,9 +94,9 @@ def breakdown(
 
 
 def choose_systems(names: str, known: Mapping[str, System]) -> tuple[dict[str, System], dict[str, str]]:
-    """Those that can be tried, in their own order, and why the others cannot.
+    """The systems that can run, in the order of `known`, and why the others cannot.
 
-    :raises ConfigError: a name is unknown, or none can be tried.
+    :raises ConfigError: a name is unknown, or no system can run.
     """
     wanted = list(known) if names == "all" else [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in known]
@@ -110,10 +110,10 @@ def choose_systems(names: str, known: Mapping[str, System]) -> tuple[dict[str, S
 
 
 def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: int, together: int) -> Bed:
-    """The model, made if there is none, and how engines are started on it. On a CPU they have room for `together`
-    requests of `longest` tokens and no more: then warming up touches all of their KV cache.
+    """The model, made if none is given, and the settings of its engines. On a CPU their KV cache has room for
+    `together` requests of `longest` tokens and no more, so that warming up touches all of it.
 
-    :raises ConfigError: not the folder of a model whose KV cache has a known size.
+    :raises ConfigError: the folder has no model, or the size of its KV cache is unknown.
     """
     from pdx.bench.harness.prompts import model_facts
     from pdx.bench.harness.report import SCRATCH
@@ -133,7 +133,7 @@ def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: 
     nbytes = blocks * block_tokens * facts["kv_bytes_per_token"]
     if is_cpu_build():
         own = (*own, "--enforce-eager")
-        if KV_SPACE not in os.environ:  # which vLLM would prefer
+        if KV_SPACE not in os.environ:  # vLLM would prefer it to the flag
             own = (*own, KV_FLAG, str(nbytes))
     return Bed(
         model=model,
@@ -147,7 +147,7 @@ def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: 
 
 
 def room_for_engines(bed: Bed) -> int:
-    """How many engines there is memory for now."""
+    """How many engines fit on this machine now."""
     from pdx.bench.systems.fleet import engines_that_fit
     from pdx.cli.serve import flag
 

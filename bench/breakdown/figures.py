@@ -1,6 +1,6 @@
-"""The numbers that people quote, from a `records.Result`, and the goals they are held to. Arithmetic only.
+"""The figures to quote from a `records.Result`, and their goals. Arithmetic only.
 
-Systems are compared inside a round, because machines are shared and their speed drifts: a ratio is the median over the
+Systems are compared within a round, because the speed of a shared machine drifts: a ratio is the median over the
 rounds of (the other's / ours).
 """
 
@@ -14,20 +14,20 @@ from pdx.bench.breakdown.records import Request, Result, Trace
 from pdx.bench.harness.report import Figure, at_least, at_most, plain
 
 OURS = "pdx"  # the system that goals are about
-OTHER = "nixl"  # the one it is compared with
+OTHER = "nixl"  # the system it is compared with
 ALONE = "plain"
-KEEPING = "pdx-both"  # one engine that saves all that it computes
+KEEPING = "pdx-both"  # one engine that stores all KV it computes
 TO_CLIENT = 10.0
 TO_RUNNABLE = 2.5
-COPIES, EXTRA_MS = 0.4, 15.0  # loads begin before prefill ends, and end so long behind it
+COPIES, EXTRA_MS = 0.4, 15.0  # a load begins before prefill ends, and may end so many memcpys and ms after it
 TTFT = 1.05
 TTFT_TOGETHER = 1.5
 ITL = 1.0
 HIDDEN = 0.95
 SLOWED = 1.03
-TOGETHER = 4  # requests at once for which goals hold
-SMALLEST_MS = 1.0  # what two clocks and a metric may be off; a shorter handoff counts as this
-RECOMPUTED = 256  # prompt tokens: a decode engine that computes more than a last block or chunk did not get them
+TOGETHER = 4  # concurrent requests for which goals hold
+SMALLEST_MS = 1.0  # the error of two clocks and a metric; a shorter handoff counts as this
+RECOMPUTED = 256  # prompt tokens: a decode engine that computes more than a last block or chunk did not get their KV
 
 MOVED = "share of bytes moved when prefill ended"
 COPYING = "with the copying inside prefill"
@@ -36,10 +36,10 @@ Value = Callable[[Request], float | None]
 
 
 def to_client_ms(request: Request) -> float | None:
-    """The client's first token without the prefill engine's work and queue; None: not known.
+    """Time to the client's first token without the prefill engine's work and queue; None: unknown.
 
-    What that token passes through is in it: for PDX, which sends the prefill engine's, one engine's API and tokenizer;
-    for the others those of both, and the decode engine's first step.
+    It includes the path of that token: for PDX, which sends the prefill engine's, one engine's API and tokenizer; for
+    the others, those of both engines and the decode engine's first step.
     """
     if request.engines is None or request.decode_first_ms is None:
         return None
@@ -47,10 +47,10 @@ def to_client_ms(request: Request) -> float | None:
 
 
 def to_runnable_ms(request: Request) -> float | None:
-    """The decode engine's first token without both engines' work and the prefill engine's queue; None: not known.
+    """Time to the decode engine's first token without both engines' work and the prefill queue; None: unknown.
 
-    HTTP and the tokenizer are in it, for every system alike. So is the decode engine's first step if it computed
-    prompt tokens that it should have been handed.
+    It includes HTTP and the tokenizer for every system, and the decode engine's first step if the engine computed
+    prompt tokens whose KV it should have been handed.
     """
     if request.engines is None or request.decode_first_ms is None:
         return None
@@ -61,8 +61,8 @@ def to_runnable_ms(request: Request) -> float | None:
 
 
 def with_copying(handoff: Value) -> Value:
-    """The same handoff, with what the prefill engine's forward pass stood still for copying: its own metrics count
-    that as prefill. Only where pages are copied inside the forward pass, as on a CPU."""
+    """The same handoff plus the time that the prefill engine's forward pass stopped for copying, which the engine's
+    metrics count as prefill. For copies inside the forward pass only, as on a CPU."""
 
     def value(request: Request) -> float | None:
         found = handoff(request)
@@ -72,13 +72,13 @@ def with_copying(handoff: Value) -> Value:
 
 
 def handoff_ms(trace: Trace) -> float | None:
-    """From the end of prefill until the decode engine may run, by PDX's timeline."""
+    """From the end of prefill until the decode engine may run, by PDX's timeline; None: unknown."""
     marks = trace.marks
     return marks["runnable"] - marks["prefill_end"] if marks.keys() >= {"runnable", "prefill_end"} else None
 
 
 def figures(result: Result) -> list[Figure]:
-    """All of them; those without data are missing."""
+    """All figures for which the result has data."""
     found: list[Figure] = []
     for tokens in sorted({request.prompt_tokens for request in result.requests}):
         found += _alone(result, tokens)
@@ -88,7 +88,7 @@ def figures(result: Result) -> list[Figure]:
 
 
 def _alone(result: Result, tokens: int) -> list[Figure]:
-    """Of requests that had everything for themselves."""
+    """Figures of requests that ran alone."""
     rows = {system: _rows(result, system, tokens, 1) for system in _systems(result)}
     head = f"{tokens:,} tokens:"
     copying = _with_copying(result)
@@ -124,8 +124,8 @@ def _alone(result: Result, tokens: int) -> list[Figure]:
 
 
 def _with_copying(result: Result) -> dict[str, Value]:
-    """Handoffs whose copying is to be counted, too, where the engines' metrics call it prefill."""
-    if result.settings.get("is_gather_beside"):  # not said by older results, all of CPUs
+    """Handoffs to which copying is added, where the engines' metrics count it as prefill; else none."""
+    if result.settings.get("is_gather_beside"):  # missing in older results, which are all from CPUs
         return {}
     return {
         "handoff to the client's first token": with_copying(to_client_ms),
@@ -134,7 +134,7 @@ def _with_copying(result: Result) -> dict[str, Value]:
 
 
 def _against(result: Result, rows: Mapping[str, list[Request]], system: str, head: str) -> list[Figure]:
-    """One PDX system against each other pair and against plain vLLM, request by request."""
+    """Ratios of one PDX system to each system that is not PDX, request by request."""
     found = []
     copying = [
         (f"{what.partition(' the ')[2]}, {COPYING}", value, None) for what, value in _with_copying(result).items()
@@ -159,7 +159,7 @@ def _against(result: Result, rows: Mapping[str, list[Request]], system: str, hea
 
 
 def _memcpy(result: Result, tokens: int, head: str) -> list[Figure]:
-    """The handoff by PDX's own timeline, against a copy of the same bytes."""
+    """The handoff by PDX's own timeline, compared with a memcpy of the same size."""
     nbytes = tokens * int(result.model.get("kv_bytes_per_token", 0))
     copies = [each.copy_ms for each in result.copies if each.nbytes == nbytes]
     if not copies:
@@ -179,7 +179,7 @@ def _memcpy(result: Result, tokens: int, head: str) -> list[Figure]:
 
 
 def _together(result: Result, tokens: int, concurrency: int) -> list[Figure]:
-    """Of requests sent at once: means over those of a round."""
+    """Figures of concurrent requests, as means per round."""
     rows = {system: _rows(result, system, tokens, concurrency) for system in _systems(result)}
     head = f"{tokens:,} tokens, {concurrency} at once:"
     found = []
@@ -210,7 +210,7 @@ def _answers(result: Result) -> list[Figure]:
 
 
 def _systems(result: Result) -> list[str]:
-    """Those that measured something, in the result's order."""
+    """The systems with measured requests, in the result's order."""
     ran = {request.system for request in result.requests}
     return [name for name in result.systems if name in ran] + sorted(ran - result.systems.keys())
 
@@ -227,11 +227,11 @@ def _values(requests: Iterable[Request], value: Value) -> list[float]:
 class _Ratios(NamedTuple):
     values: list[float]
     rounds: int  # in which either side was measured
-    raised: int = 0  # values in which one side counts as SMALLEST_MS
+    raised: int = 0  # values with a side raised to SMALLEST_MS
 
 
 def _ratios(over: Iterable[Request], under: Iterable[Request], value: Value, *, smallest: float = 0.0) -> _Ratios:
-    """Of requests of the same round that were alone; what is below `smallest` counts as that."""
+    """Ratios of requests that ran alone, by round; a value below `smallest` counts as `smallest`."""
     above, below = ({request.round: value(request) for request in requests} for requests in (over, under))
     pairs = [(above[round_], below[round_]) for round_ in sorted(above.keys() & below.keys())]
     known = [(upper, lower) for upper, lower in pairs if upper is not None and lower is not None]
@@ -252,7 +252,7 @@ def _means(requests: Iterable[Request], value: Value) -> dict[int, float]:
 
 def _ratio(name: str, ratios: _Ratios, bound: float | None, *, is_upper: bool = False) -> list[Figure]:
     values = ratios.values
-    if not values or (bound is None and 2 * ratios.raised >= len(values)):  # as many times as SMALLEST_MS says nothing
+    if not values or (bound is None and 2 * ratios.raised >= len(values)):  # a ratio to SMALLEST_MS says nothing
         return []
     of = f" of {ratios.rounds} rounds" if len(values) < ratios.rounds else ""
     below = f"; {ratios.raised} below {SMALLEST_MS:g} ms counted as that" if ratios.raised else ""

@@ -1,4 +1,4 @@
-"""Sends a batch of requests to one running system and finds out where their time went, after they have ended."""
+"""Sends a batch of requests to a running system and determines where their time went, after they have ended."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from pdx.bench.systems.system import Running, System
 
 TOLD_S = 10.0  # until the proxy has every moment: nodes report once a second
-WRITTEN_S = 5.0  # until every span is in a file
+WRITTEN_S = 5.0  # until every span has been written to a file
 NO_PARTS = "what the engines or the proxy should have told, so there are no parts"
 
 
 async def together(url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
-    """Post all (request id, body) at once; their answers in the same order.
+    """Post all (request id, body) pairs at once; return the answers in the same order.
 
-    :raises AskFailed: one of them was not answered; the others are then given up.
+    :raises AskFailed: a request was not answered; the others are then canceled.
     """
     async with session() as client:
         return await at_once(ask(client, url, body, name) for name, body in bodies)
@@ -38,7 +38,7 @@ async def together(url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> li
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One answered request and what is known of it."""
+    """One answered request and what is known about it."""
 
     answer: Answer
     engines: Engines | None = None
@@ -48,11 +48,11 @@ class Seen:
     hidden_share: float | None = None
     clock: Clock | None = None
     spans: list[TraceSpan] = field(default_factory=list)
-    lacks: str = ""  # what should be known and is not
+    lacks: str = ""  # data that should be known but are missing
 
 
 class Observer:
-    """Of one running system. `traces`: the folder where its processes leave spans, None: they do not."""
+    """Observes one running system. `traces`: the folder where its processes write spans; None: they write none."""
 
     def __init__(self, system: System, running: Running, traces: Path | None, *, is_gather_beside: bool) -> None:
         self._system = system
@@ -61,7 +61,7 @@ class Observer:
         self._is_gather_beside = is_gather_beside
 
     def observe(self, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Seen]:
-        """Send them together and wait for everything that is told of them.
+        """Send requests together and wait for everything that is reported about them.
 
         :raises AskFailed, OSError: the system did not answer.
         """
@@ -117,7 +117,7 @@ class Observer:
     def _parts(
         self, clocks: Sequence[Clock], spans: Sequence[list[TraceSpan]], engines: Engines | None
     ) -> Sequence[Parts | None]:
-        """Of each request of a batch; None of all if something is not known of one."""
+        """The parts of each request of a batch; all None if metrics or moments of any request are missing."""
         if engines is None or not all(clock.is_complete for clock in clocks):
             return [None for _ in clocks]
         queued = parts.queued_ms([clock.to_admitted_ms for clock in clocks], engines.prefill_queue_ms)
@@ -143,7 +143,7 @@ class Observer:
         return found
 
     def _spans(self, transfers: Sequence[str], sums: Sequence[Breakdown]) -> tuple[list[list[TraceSpan]], bool]:
-        """The spans of each transfer, and whether they have all the bytes that were gathered and sent."""
+        """The spans of each transfer, and whether they cover all bytes that were gathered and sent."""
         found: list[list[TraceSpan]] = [[] for _ in transfers]
         folder = self._traces
         if folder is None:
@@ -161,7 +161,7 @@ class Observer:
 
 
 def _is_told(moments: Sequence[Moment]) -> bool:
-    """Whether everything has been reported; between two nodes that is more."""
+    """Whether every moment has been reported; a transfer between two nodes has more of them."""
     events = {moment.event for moment in moments}
     needed = parts.NEEDED | {Event.SEALED}
     return events >= (needed | {Event.PUSHED, Event.LANDED} if Event.ACROSS in events else needed)

@@ -1,8 +1,8 @@
 """Where the time of a request went: moments and spans in, `records.Parts` out. Arithmetic only.
 
-PDX tells every moment, so each instant between a request's arrival and the decode engine's first token is given to one
-part, the first in a fixed order that claims it; what nobody claims is `rest`. Hence exposed parts add up to the whole.
-Other systems tell less: six moments of their proxy, and what vLLM's metrics say of both engines.
+PDX reports every moment, so each instant between a request's arrival and the decode engine's first token is assigned
+to one part: the first one in a fixed order that claims it. Unclaimed time is `rest`, so exposed parts add up to the
+whole. Other systems report less: six moments of their proxy, and vLLM's metrics of both engines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEEDED = frozenset(
 
 
 class Clock:
-    """When each event of a transfer was: at its last shard, but for those that begin something."""
+    """When each event of a transfer happened: at its last shard, but `LOAD_START` at its first."""
 
     def __init__(self, moments: Iterable[Moment]) -> None:
         self._first: dict[str, int] = {}
@@ -41,26 +41,26 @@ class Clock:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every moment that parts are made of is there."""
+        """Whether every moment that the parts are computed from is known."""
         return self._last.keys() >= NEEDED
 
     @property
     def to_admitted_ms(self) -> float:
-        """From the prefill leg's start until the engine began with it: HTTP, tokenizer and waiting for a turn."""
+        """From the prefill leg's start until the engine admitted it: HTTP, tokenizer and waiting for a turn."""
         return (self[Event.ADMITTED] - self[Event.PREFILL_SENT]) / 1e6
 
     def __getitem__(self, event: Event) -> int:
         return (self._first if event is Event.LOAD_START else self._last)[event]
 
     def marks_ms(self) -> dict[str, float]:
-        """All of them, since the request's arrival."""
+        """The last time of each event, since the request's arrival."""
         return {event: (at_ns - self._last[Event.RECEIVED]) / 1e6 for event, at_ns in self._last.items()}
 
 
 def queued_ms(to_admitted_ms: Sequence[float], mean_queue_ms: float) -> list[float]:
-    """How long each request of a batch waited for its turn, if on average it was `mean_queue_ms`.
+    """How long each request of a batch waited for its turn, given their mean, `mean_queue_ms`.
 
-    The rest of the way to the engine, HTTP and the tokenizer, is taken to be the same for all of them.
+    HTTP and the tokenizer, the rest of the way to the engine, are assumed to take equally long for all requests.
     """
     on_the_way_ms = max(0.0, fmean(to_admitted_ms) - mean_queue_ms)
     return [max(0.0, each - on_the_way_ms) for each in to_admitted_ms]
@@ -71,9 +71,9 @@ def of_transfer(
 ) -> Parts:
     """The parts of one request through PDX.
 
-    `queued_ms`: it waited for its turn on the prefill engine. `first_step_ms`: the decode engine's first step.
-    `is_gather_beside`: pages are copied beside the forward pass (on a GPU), and cost time only behind its end;
-    otherwise the forward pass stands still meanwhile.
+    `queued_ms`: its wait for a turn on the prefill engine. `first_step_ms`: the decode engine's first step.
+    `is_gather_beside`: pages are copied beside the forward pass (on a GPU), and only what is copied after its end costs
+    time; otherwise the forward pass stops meanwhile.
     """
     start, end = clock[Event.RECEIVED], clock[Event.DECODE_FIRST]
     admitted, prefill_end, runnable = clock[Event.ADMITTED], clock[Event.PREFILL_END], clock[Event.RUNNABLE]
@@ -103,8 +103,8 @@ def of_transfer(
 def of_moments(moments: Sequence[Mapping[str, float]], engines: Engines) -> Parts:
     """The mean of requests that ran together through another system's proxy (its moments, in ms).
 
-    `wire` is what lies between the prefill engine's answer and the decode engine's first step for which that engine
-    had the request waiting: the transfer, its handshake, polling, and with more than one request also its turn.
+    `wire` is the time that the request waited in the decode engine, at most from the prefill engine's answer to the
+    decode engine's first step: the transfer, its handshake, polling, and in a batch also the wait for a turn.
     """
     total_ms = fmean(at["decode_first"] - at["received"] for at in moments)
     between_ms = fmean(at["decode_first"] - engines.decode_first_ms - at["prefill_answered"] for at in moments)
@@ -118,7 +118,7 @@ def of_moments(moments: Sequence[Mapping[str, float]], engines: Engines) -> Part
 
 
 def of_one_engine(ttft_ms: Sequence[float], engines: Engines) -> Parts:
-    """The mean of requests that ran together on one engine, to its first token."""
+    """The mean of requests that ran together on one engine, up to their first tokens."""
     budget = _Budget(fmean(ttft_ms))
     prefill, queue = budget.take(engines.prefill_ms), budget.take(engines.prefill_queue_ms)
     return Parts(queue=queue, prefill=prefill, rest=budget.take(fmean(ttft_ms)), is_mean=len(ttft_ms) > 1)
@@ -142,18 +142,18 @@ def trace_of(system: str, prompt_tokens: int, clock: Clock, spans: Sequence[Trac
 
 
 class _Claims:
-    """The time between two moments, of which each instant is given away once."""
+    """The time between two moments, each instant of which can be claimed once."""
 
     def __init__(self, start: int, end: int) -> None:
         self._free = [(start, end)] if start < end else []
 
     @property
     def left_ns(self) -> int:
-        """What nobody has claimed."""
+        """The unclaimed time."""
         return sum(end - start for start, end in self._free)
 
     def claim(self, wanted: Iterable[Interval]) -> int:
-        """Take what is still free of `wanted`; its length."""
+        """Claim the unclaimed parts of `wanted`; return their total length."""
         before = self.left_ns
         for start, end in wanted:
             if start < end:
@@ -162,7 +162,7 @@ class _Claims:
 
 
 class _Budget:
-    """An amount of time, of which is taken what there is."""
+    """An amount of time; a `take` gets at most what is left of it."""
 
     def __init__(self, total_ms: float) -> None:
         self._left_ms = max(0.0, total_ms)
@@ -192,10 +192,10 @@ def _length(intervals: Iterable[Interval]) -> int:
 
 
 def _beside(exposed_ns: int, whole: Sequence[Interval]) -> Part:
-    """A part that may have run beside others, in these intervals."""
+    """A part that ran in the intervals `whole`, which may overlap with other parts."""
     return Part(max(exposed_ns, _length(whole)) / 1e6, exposed_ns / 1e6)
 
 
 def _all(ns: int) -> Part:
-    """A part that nothing hid."""
+    """A part that is exposed as a whole."""
     return Part(ns / 1e6, ns / 1e6)

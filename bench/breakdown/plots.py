@@ -12,15 +12,15 @@ from pdx.bench.breakdown.figures import COPIES, EXTRA_MS
 from pdx.bench.breakdown.records import Part, Request, Result, Trace
 from pdx.bench.harness.plot_style import PARTS, Sheet, looks, on_machine, require_matplotlib
 
-BEFORE = ("queue", "prefill")  # what the right-hand bars leave out
-LANES = {"prefill": 0.02, "gather": 0.06, "wire": 0.37, "scatter": 0.68}  # in a layer, and 0.3 of it high
+BEFORE = ("queue", "prefill")  # left out of the right-hand bars
+LANES = {"prefill": 0.02, "gather": 0.06, "wire": 0.37, "scatter": 0.68}  # offsets; all but prefill are 0.3 high
 MARKS = ("received", "prefill_end", "runnable", "decode_first", "first_token")
-NEAR = 0.1  # a copy counts for a prompt if its size differs by no more than this
+NEAR = 0.1  # a copy counts for a prompt if its size differs by at most this share
 Values = Callable[[Request], list[float]]
 
 
 def draw_all(result: Result, folder: Path) -> list[Path]:
-    """The pictures that `result` has data for, as PNG files in `folder`; those there with the same names are replaced.
+    """Draw the pictures that `result` has data for as PNG files in `folder`, replacing files with the same names.
 
     :raises ConfigError: matplotlib is not installed.
     """
@@ -38,7 +38,7 @@ def draw_all(result: Result, folder: Path) -> list[Path]:
 
 
 def note(result: Result, what: str) -> str:
-    """What a picture's numbers depend on; `what`: how many requests, and how they were summed up."""
+    """The note below a picture: what its numbers depend on. `what`: how many requests, and how they were aggregated."""
     stopped = "" if result.is_complete else "INTERRUPTED: only what was measured until then. "
     model = [str(result.model[key]) for key in ("name", "dtype") if result.model.get(key)]
     if kv_bytes := result.model.get("kv_bytes_per_token"):
@@ -47,7 +47,7 @@ def note(result: Result, what: str) -> str:
 
 
 def medians(requests: Sequence[Request]) -> dict[tuple[str, int], dict[str, Part]]:
-    """By system and prompt length: each part's median, of requests that had everything for themselves."""
+    """By system and prompt length: each part's median over the requests that ran alone."""
     grouped: dict[tuple[str, int], list[Any]] = {}
     for each in requests:
         if each.concurrency == 1 and each.parts is not None:
@@ -63,13 +63,13 @@ def medians(requests: Sequence[Request]) -> dict[tuple[str, int], dict[str, Part
 
 
 def copy_ms(result: Result, nbytes: int) -> float | None:
-    """The median memcpy of about so many bytes."""
+    """The median time of a memcpy of about `nbytes`; None: not measured."""
     times = [each.copy_ms for each in result.copies if nbytes and abs(each.nbytes - nbytes) <= NEAR * nbytes]
     return statistics.median(times) if times else None
 
 
 def draw_bars(result: Result, path: Path) -> Path | None:
-    """One bar for each system and prompt length; and the same without prefill. None: no request alone has parts."""
+    """One bar per system and prompt length, with and without queue and prefill. None: no lone request has parts."""
     found = medians(result.requests)
     if not found:
         return None
@@ -109,7 +109,7 @@ def _bar(axes: Any, place: int, parts: dict[str, Part], names: Sequence[str], *,
 
 
 def draw_shares(result: Result, path: Path, title: str, values: Values) -> Path | None:
-    """How the values of each prompt length and number at once are distributed, as clients see them."""
+    """The distribution of the values that clients see, per prompt length and concurrency. None: there are no values."""
     points = sorted({(each.prompt_tokens, each.concurrency) for each in result.requests if values(each)})
     if not points:
         return None
@@ -131,7 +131,7 @@ def draw_shares(result: Result, path: Path, title: str, values: Values) -> Path 
 
 
 def draw_load(result: Result, path: Path) -> Path | None:
-    """Means over the number of requests at the same time."""
+    """Mean TTFT and ITL by concurrency, per prompt length. None: there are no requests."""
     lengths = sorted({each.prompt_tokens for each in result.requests})
     if not lengths:
         return None
@@ -158,7 +158,7 @@ def draw_load(result: Result, path: Path) -> Path | None:
 
 
 def draw_timeline(result: Result, trace: Trace, path: Path) -> Path | None:
-    """One request layer by layer, all of it and around prefill's end. None: it has no spans."""
+    """One request layer by layer, as a whole and around the end of prefill. None: it has no spans."""
     if not trace.spans:
         return None
     layers = max(span.first_layer + span.num_layers for span in trace.spans)
@@ -175,7 +175,7 @@ def draw_timeline(result: Result, trace: Trace, path: Path) -> Path | None:
         axes = sheet.at(row, 0, "around the end of prefill" if row else "", "ms since the request arrived", "layer")
         for lane, top in LANES.items():
             mine = [span for span in trace.spans if span.lane == lane]
-            thinnest = (window[1] - window[0]) / 1000  # a pixel, so that nothing is too short to be seen
+            thinnest = (window[1] - window[0]) / 1000  # a pixel, so that every span is visible
             axes.barh(
                 [span.first_layer + top for span in mine],
                 [max(span.end_ms - span.start_ms, thinnest) for span in mine],

@@ -1,4 +1,4 @@
-"""What `pdx bench breakdown` writes: one file of plain values from which tables, plots and checks are made.
+"""The result file of `pdx bench breakdown`: plain values, from which tables, plots and checks are made.
 
 Times are milliseconds unless a name says otherwise.
 """
@@ -11,14 +11,14 @@ from pdx.bench.systems import plan
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One part of a request's latency: all of it, and what of it the request had to wait for."""
+    """One part of a request's latency: its whole length, and how much of it the request had to wait for."""
 
     total_ms: float
     exposed_ms: float
 
     @property
     def hidden_ms(self) -> float:
-        """What ran beside something else."""
+        """How much of it ran beside something else."""
         return max(0.0, self.total_ms - self.exposed_ms)
 
 
@@ -28,8 +28,8 @@ NOTHING = Part(0.0, 0.0)
 class Parts(msgspec.Struct, frozen=True):
     """From the request's arrival at the proxy to the decode engine's first token; the exposed parts add up to that.
 
-    `is_mean`: of requests that ran together, because their engine tells only sums. Where a system does not tell
-    gather, wire and scatter apart, all of it is `wire`.
+    `is_mean`: means of requests that ran together, because their engine reports only sums. For a system that does not
+    separate gather, wire and scatter, `wire` has all of them.
     """
 
     queue: Part  # waiting for a turn, on either engine
@@ -43,7 +43,7 @@ class Parts(msgspec.Struct, frozen=True):
 
 
 class Engines(msgspec.Struct, frozen=True):
-    """What vLLM's own metrics say of a request (or the mean of those that ran together), the same for every system."""
+    """vLLM's own metrics of a request (or the mean of requests that ran together), the same for every system."""
 
     prefill_queue_ms: float
     prefill_ms: float  # scheduled -> first token, prefill engine
@@ -59,13 +59,13 @@ class Request(msgspec.Struct, frozen=True):
     round: int
     prompt_tokens: int
     concurrency: int
-    index: int  # among those sent together
+    index: int  # among the requests sent together
     ttft_ms: float  # sent -> first token, at the client
-    itl_ms: list[float]  # between events that carry text, at the client; a late server puts several tokens into one
+    itl_ms: list[float]  # between events with text, at the client; a busy server puts several tokens into one event
     e2e_ms: float
     output_tokens: int
-    decode_first_ms: float | None  # sent -> first token of the decode engine left the proxy; None: one engine
-    is_same: bool | None  # the answer is plain vLLM's; None: there was none to compare with
+    decode_first_ms: float | None  # sent -> decode engine's first token at the proxy; None: one engine, or unknown
+    is_same: bool | None  # the answer equals plain vLLM's; None: there was none to compare with
     parts: Parts | None = None
     engines: Engines | None = None
     moved_bytes: int = 0
@@ -73,7 +73,7 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def mean_itl_ms(self) -> float | None:
-        """Per token, however many of them came together."""
+        """Per token, even if an event had several."""
         return sum(self.itl_ms) / (self.output_tokens - 1) if self.itl_ms and self.output_tokens > 1 else None
 
 
@@ -98,8 +98,8 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """A plain memcpy of a prompt's KV between two requests, the reference of handoffs: the median of five to the same
-    target, after one that is dropped because its memory lay idle."""
+    """A plain memcpy of a prompt's KV, timed after a batch as a reference for handoffs: the median of five to the same
+    target, after a first one that does not count because the memory was idle."""
 
     round: int
     nbytes: int

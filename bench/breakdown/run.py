@@ -1,4 +1,4 @@
-"""One run of `pdx bench breakdown` from its plan to its files, however it ends: tables, figures and pictures."""
+"""One run of `pdx bench breakdown` from its plan to its tables, figures and pictures, even if it is interrupted."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from pdx.telemetry import trace
 
 RESULT = "result.json"
 BENCH = "breakdown"
-HIDES = 0.05  # ms; less than this is not shown as hidden
+HIDES = 0.05  # ms; shorter hidden times are not shown
 
 Key = tuple[int, int, str]  # prompt tokens, concurrency, system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(systems_plan.Plan):
-    """What one run is to do."""
+    """The plan of one run. `is_tiny`: the model is the one made on the spot."""
 
     is_tiny: bool
 
 
 def run(plan: Plan) -> int:
-    """Measure, write what there is however it ends, leave no process behind; the exit status.
+    """Measure, write what was measured even after an interruption, end all processes, and return the exit status.
 
-    0: everything was measured and all answers were right. 130: SIGINT or SIGTERM came. 1: no system could be measured,
-    or an answer was wrong.
+    0: something was measured, and no answer was wrong. 130: SIGINT or SIGTERM came. 1: no system could be measured, or
+    an answer was wrong.
     """
     result = Result(**plan.begin())
     result.settings |= {"systems": list(plan.systems), "is_gather_beside": not is_cpu_build()}
@@ -67,7 +67,7 @@ def _measure(plan: Plan, result: Result, folder: Path, progress: Shown) -> None:
             trace.switch(folder / name, True)
     prompts = Prompts.of(plan.bed.model, is_tiny=plan.is_tiny)
     longest = max(plan.settings.tokens) * int(result.model["kv_bytes_per_token"])
-    memcpy = Memcpy(longest, core=max(os.sched_getaffinity(0)))  # where the decode engine is
+    memcpy = Memcpy(longest, core=max(os.sched_getaffinity(0)))  # a core of the decode engine
     fleet = Fleet(plan.bed, list(plan.systems.values()), plan.max_engines, traces=folder)
     try:
         Breakdown(
@@ -88,7 +88,7 @@ def _measure(plan: Plan, result: Result, folder: Path, progress: Shown) -> None:
 
 
 def write(result: Result, folder: Path) -> list[Path]:
-    """Show the tables, and put everything in `folder`: the result, its figures and its pictures, which are returned."""
+    """Show the tables, and write the result, its figures and its pictures to `folder`; return the pictures' paths."""
     result.save(folder / RESULT)
     for name, why in result.not_run.items():
         console.print(f"{name} {'was left out later' if _has(result, name) else 'did not run'}: {why}", markup=False)
@@ -118,7 +118,7 @@ def write(result: Result, folder: Path) -> list[Path]:
 
 
 def _show_systems(result: Result) -> None:
-    """Versions and commands of those that measured something."""
+    """Print versions and commands of the systems with measured requests."""
     for name, facts in result.systems.items():
         if _has(result, name):
             versions = ", ".join(f"{package} {version}" for package, version in facts.versions.items())
@@ -140,7 +140,7 @@ def _has(result: Result, system: str) -> bool:
 
 
 def parts_table(result: Result) -> Table:
-    """Exposed milliseconds of each part, medians over requests; behind +, what ran beside something else."""
+    """Exposed milliseconds of each part, medians over requests; after a +, the hidden ones."""
     title = "where the time went, from arrival to the decode engine's first token (exposed ms, + hidden ms)"
     table = Table(title=title, title_justify="left")
     for name in ("tokens", "at once", "system", "requests"):
@@ -164,7 +164,7 @@ def _part(known: Sequence[Parts], name: str) -> str:
 
 
 def _grouped(result: Result) -> Iterable[tuple[Key, list[Request]]]:
-    """Requests by kind: shorter prompts first, systems in the result's order."""
+    """Requests by key: shorter prompts first, systems in the result's order."""
     places = {name: place for place, name in enumerate(result.systems)}
     grouped: dict[Key, list[Request]] = {}
     for request in result.requests:

@@ -1,4 +1,4 @@
-"""Runs the latency breakdown: the same prompts to every system in turns, and where the time of each request went."""
+"""Runs the latency breakdown: sends the same prompts to every system in turns, and keeps where their time went."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from pdx.bench.systems.fleet import Fleet
     from pdx.bench.systems.system import Running, System
 
-PLAIN = "plain"  # the system whose answers are right
-TOKEN_WEIGHT = 50  # a token of the answer takes as long as so many of the prompt, for the progress bar
+PLAIN = "plain"  # the system whose answers are the reference
+TOKEN_WEIGHT = 50  # for the progress bar: an answer token takes as long as this many prompt tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is asked."""
+    """Which requests are sent, and how often."""
 
     tokens: tuple[int, ...]
     concurrency: tuple[int, ...]
     output_tokens: int
     rounds: int
-    warmups: int  # batches of the largest kind after each start of a system
+    warmups: int  # batches of the largest kind, after each start of a system
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ def order(settings: Settings, systems: Sequence[str], *, all_at_once: bool) -> l
 
 
 class Breakdown(Measuring[Result, Turn]):
-    """State: the texts to compare, and the observers of what runs.
+    """A run of the latency breakdown; keeps the texts to compare, and the observers of running systems.
 
-    `traces`: a private folder in which each PDX system has its spans, by name. `copy_ms`: waits until engines sleep and
-    times one memcpy of so many bytes.
+    `traces`: a private folder with a subfolder of spans per PDX system, by name. `copy_ms`: waits until engines sleep
+    and returns the median time of a memcpy of that many bytes.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Breakdown(Measuring[Result, Turn]):
         return _line(self.result.requests[-turn.concurrency :], seen)
 
     def _observer(self, name: str, running: Running) -> Observer:
-        """Of the system as it runs now; one that was just started has been warmed up."""
+        """The observer of a running system, which is warmed up first if it was just started."""
         known = self._observers.get(name)
         if known is not None and known[0] is running:
             return known[1]
@@ -159,7 +159,7 @@ class Breakdown(Measuring[Result, Turn]):
                 self._keep_trace(turn, each.clock, each)
 
     def _keep_trace(self, turn: Turn, clock: parts.Clock, seen: Seen) -> None:
-        """The moments of every request that was alone; the spans of the first one of each length."""
+        """Keep the moments of a request that ran alone, and its spans if it is the first one of its length."""
         has_spans = any(
             trace.spans and (trace.system, trace.prompt_tokens) == (turn.system, turn.tokens)
             for trace in self.result.traces
@@ -168,7 +168,7 @@ class Breakdown(Measuring[Result, Turn]):
         self.result.traces.append(parts.trace_of(turn.system, turn.tokens, clock, spans))
 
     def _compare(self) -> None:
-        """Every answer with plain vLLM's to the same prompt, once both are there."""
+        """Compare every answer with plain vLLM's to the same prompt, once both are known."""
         for at, request in enumerate(self.result.requests):
             if request.is_same is None and request.system != PLAIN:
                 key = (request.round, request.prompt_tokens, request.concurrency, request.index)
@@ -178,7 +178,7 @@ class Breakdown(Measuring[Result, Turn]):
 
 
 def _line(batch: Sequence[Request], seen: Sequence[Seen]) -> str:
-    """What came of a batch, in short."""
+    """A one-line summary of a batch."""
     ttft_ms = statistics.fmean(request.ttft_ms for request in batch)
     gaps = [gap for request in batch for gap in request.itl_ms]
     itl = f", {statistics.fmean(gaps):.1f} ms between tokens" if gaps else ""
