@@ -88,7 +88,8 @@ def draw_bars(result: Result, path: Path) -> Path | None:
             axes.invert_yaxis()
         copy = copy_ms(result, tokens * kv_bytes)
         if copy is not None:
-            axes.axvline(COPIES * copy + EXTRA_MS, color="k", linestyle="--", label="1.3 memcpy + 15 ms")
+            label = f"{COPIES} memcpy + {EXTRA_MS:g} ms"
+            axes.axvline(COPIES * copy + EXTRA_MS, color="k", linestyle="--", label=label)
     counts = sum(each.concurrency == 1 and each.parts is not None for each in result.requests)
     told = note(result, f"Each part's median of {counts:,} requests, one at a time")
     return sheet.save(path, told, one_legend=True)
