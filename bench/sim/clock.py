@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and when. One thread; the same calls give the same order, bit for bit."""
+"""Virtual time: a queue of scheduled calls. One thread; the same calls give the same order, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Seconds since a simulation began. What is due at the same moment happens in the order in which it was asked."""
+    """Seconds since a simulation began. Calls that are due at the same moment run in the order they were scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -20,16 +20,16 @@ class Clock:
         return self.now
 
     def at(self, when: float, what: Callable[[], None]) -> None:
-        """Call this then, or as soon as it can be where that is past."""
+        """Schedule a call; one in the past is due at once."""
         heapq.heappush(self._due, (max(when, self.now), next(self._numbers), what))
 
     @property
     def next_at(self) -> float:
-        """When something happens next; infinity: nothing does."""
+        """When the next call is due; infinity if none is scheduled."""
         return self._due[0][0] if self._due else math.inf
 
     def step(self) -> bool:
-        """Have the next thing happen; whether there was one."""
+        """Run the next call; return whether there was one."""
         if not self._due:
             return False
         self.now, _, what = heapq.heappop(self._due)

@@ -1,4 +1,4 @@
-"""`pdx sim`: what memory, a disk or an eviction policy would be worth, by a trace through PDX's own store."""
+"""`pdx sim`: estimates what memory, a disk or an eviction policy is worth, by a trace through PDX's own store."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """Engines on virtual time: a queue, continuous batching with chunked prefill, and the speeds of `pdx plan`'s model.
 
-An engine takes steps, one after the other. In each, all requests of its batch decode a token, and beside that a chunk
-of one prompt is computed, as `pdx.bench.plan.machines.Engine.step_s` says how long that takes. Steps without a prompt
-are taken many at once, until a request ends or something comes. A request takes its turn when the batch and the KV
-cache have room for it; the first in the queue whose node has answered goes first. What was found is then copied into
-the KV cache over the host link, one request after the other, while others are computed. Prompts are computed in that
-order.
+An engine takes one step after the other. In each, all decoding requests generate a token, and a chunk of one prompt, if
+any is ready, is computed; `pdx.bench.plan.machines.Engine.step_s` gives the time. Steps without a prompt are simulated
+many at once, until a request ends or a prompt is ready. A request gets its turn when the batch and the KV cache have
+room for it; the first in the queue that the node has answered goes first. Its hits are then copied into the KV cache
+over the host link, one request at a time, while others are computed. Prompts are computed in the same order.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from pdx.bench.sim.tier import Pipe
 from pdx.proxy.health import Use
 from pdx.wire.messages import Admitted
 
-EARLY = 8  # requests that ask before their turn; an engine's number depends on what its steps take (`Turns`)
-MOST_STEPS = 512  # that are taken at once
+EARLY = 8  # queued requests that ask before their turn; in a real engine, as many as its next steps take (`Turns`)
+MOST_STEPS = 512  # simulated at once
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How engines behave."""
+    """Settings of all engines."""
 
     batch: int  # requests that are computed or decoded at a time
     host_bytes_s: float  # from host memory into the KV cache
-    looks_ahead: bool  # whether the node is told of the requests that wait behind the first ones
-    early: int = EARLY  # so many that wait have asked
+    looks_ahead: bool  # whether the node is told of the queued requests behind the first `early`
+    early: int = EARLY  # queued requests that ask before their turn
 
 
 class Served(msgspec.Struct, eq=False):
@@ -44,7 +43,7 @@ class Served(msgspec.Struct, eq=False):
     number: int
     request: Request
     arrived_at: float
-    in_memory: int = 0  # leading blocks that host memory had when it arrived …
+    in_memory: int = 0  # leading blocks in host memory when it arrived …
     at_turn: int = 0  # … and when its turn came
     answer: Admitted | None = None
     origins: Sequence[str] = ()  # of the blocks that were found
@@ -55,7 +54,7 @@ class Served(msgspec.Struct, eq=False):
     ended_at: float = math.inf
     context: int = 0  # tokens in the KV cache
     left: int = 0  # tokens of the answer to come
-    use: Use | None = None  # what its router counts
+    use: Use | None = None  # the load that its router counts
 
     @property
     def hits(self) -> int:
@@ -67,7 +66,7 @@ class Served(msgspec.Struct, eq=False):
 
 
 class SimulatedEngine:
-    """One engine. Whoever runs the clock calls `go_on` after each of its events."""
+    """One engine. The caller that runs the clock calls `go_on` after each of the engine's events."""
 
     def __init__(
         self,
@@ -80,10 +79,10 @@ class SimulatedEngine:
         on_event: Callable[[SimulatedEngine], None],
         on_turn: Callable[[Served], None],
     ) -> None:
-        """`on_turn`: a request has its turn; `on_over`: its last token. `on_event`: `go_on` is to be called."""
+        """`on_turn`: a request gets its turn. `on_over`: it has its last token. `on_event`: `go_on` must be called."""
         self.busy_s = 0.0
         self.prefill_s = 0.0  # of steps with a part of a prompt
-        self.loaded_blocks = 0  # into the KV cache
+        self.loaded_blocks = 0  # copied into the KV cache
         self._model = model
         self._settings = settings
         self._clock = clock
@@ -94,14 +93,14 @@ class SimulatedEngine:
         self._on_event = partial(on_event, self)
         self._link = Pipe(settings.host_bytes_s, 0.0)
         self._room = model.kv_room_tokens
-        self._used = 0  # tokens of the KV cache that requests have taken
+        self._used = 0  # tokens of the KV cache that requests occupy
         self._waiting: deque[Served] = deque()
-        self._turned = 0  # requests whose turn has come and which are loading or computed
-        self._prompts: deque[Served] = deque()  # loaded, to be computed; the first one is being computed
+        self._turned = 0  # requests that have had their turn and are not over
+        self._prompts: deque[Served] = deque()  # loaded; the first is being computed, the others are queued
         self._decoding: list[Served] = []
-        self._step = 0  # number of the step under way, so that one that was cut is known
+        self._step = 0  # number of the current step; the end of one that was cut has an older number
         self._is_stepping = False
-        self._run: tuple[float, float, int] | None = None  # many steps: since when, seconds of one, how many
+        self._run: tuple[float, float, int] | None = None  # steps simulated at once: start, seconds per step, count
 
     @property
     def num_waiting(self) -> int:
@@ -131,7 +130,7 @@ class SimulatedEngine:
     # ---- turns ------------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """Something has happened: take in what there is room for, and begin a step if none is under way."""
+        """Act on an event: give requests their turns as far as there is room, and begin a step if none is running."""
         self._take_turns()
         if self._run is not None and self._prompts:
             self._cut()
@@ -142,7 +141,7 @@ class SimulatedEngine:
         at = 0
         while at < len(self._waiting) and self._turned < self._settings.batch:
             served = self._waiting[at]
-            if served.turn_at == math.inf:  # what it finds from now on, it waits for
+            if served.turn_at == math.inf:  # blocks that are loaded from now on have made it wait
                 served.turn_at = self._clock.now
                 served.at_turn = self._node.leading_in_memory(served.request)
             if not served.is_asked:
@@ -196,7 +195,7 @@ class SimulatedEngine:
         self._clock.at(self._clock.now + count * step_s, lambda: self._end_step(number, count, 0))
 
     def _cut(self) -> None:
-        """A prompt is there: of the steps under way, only the one that has begun is taken."""
+        """A prompt is ready: end the run of steps after the one that has begun."""
         assert self._run is not None
         since, step_s, count = self._run
         taken = min(count, max(1, math.ceil((self._clock.now - since) / step_s - 1e-9)))

@@ -1,4 +1,4 @@
-"""A real node's service on virtual time, without sockets, and beside it tiers of modelled speed."""
+"""A real node's service on virtual time, without sockets and with tiers of modelled speed."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from pdx.wire.messages import (
 )
 from pdx.wire.moved import Part, Piece
 
-ENGINE_S = 86_400.0  # leases and reservations of a simulated engine do not run out: it is never late
+ENGINE_S = 86_400.0  # leases and reservations do not expire: a simulated engine is never late
 WAIT_S = 3600.0
 TICK_S = 1.0
-LEAST_BLOCKS = 256  # a node has 1 MiB at the least
+LEAST_BLOCKS = 256  # a node has at least 1 MiB
 AnyTier = TypeVar("AnyTier", bound=ModelledTier)
 
 
 class SimulatedNode:
-    """One node, and what engines of one kind ask it. A slot of the smallest size stands for a block of real bytes."""
+    """One node, and what engines of one kind ask it. A slot of the smallest size stands for a real block."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class SimulatedNode:
         store: StoreChoice = "all",
         window: float = 0.1,
     ) -> None:
-        """`blocks`: room in memory. `maker`: in place of the eviction policy that `policy` names. `wanted`: likewise,
-        in place of what the queue wants of the tiers. `store`, `window`: as in `pdx.store.storing`."""
+        """`blocks`: room in memory. `maker`: replaces the eviction policy that `policy` names. `wanted`: replaces, for
+        the tiers, what the queue wants. `store`, `window`: as in `pdx.store.storing`."""
         self._clock = clock
         self._wanted = wanted
         self._disk_policy = find(disk_policy, clock)
@@ -91,13 +91,13 @@ class SimulatedNode:
         self._scheduler = self._attach("scheduler")
         self._worker = self._attach("worker")
         self._late: dict[int, Callable[[Admitted], None]] = {}
-        self.tick_at = 0.0  # when its deadlines are looked at next
-        self.most_blocks = 0  # that memory had at a time
-        self.is_touched = False  # whether a turn would change something now …
-        self.on_touched: Callable[[SimulatedNode], None] = lambda node: None  # … of which somebody is told
+        self.tick_at = 0.0  # when its deadlines are checked next
+        self.most_blocks = 0  # the most that memory has held after a turn
+        self.is_touched = False  # whether a turn might change something now
+        self.on_touched: Callable[[SimulatedNode], None] = lambda node: None  # called when this becomes true
 
     def meet(self, others: Sequence[SimulatedNode], device: Device) -> None:
-        """What these have in memory is fetched, as over a network, where that pays."""
+        """Let this node fetch what the others have in memory, as over a network, where that pays."""
         tier = self._tier(device, self._scale, PeersTier)
         tier.others = [node.service.store for node in others]
         self.tiers.append(tier)
@@ -133,12 +133,12 @@ class SimulatedNode:
     # ---- what an engine asks -----------------------------------------------------------------
 
     def computes(self, block_s: float) -> None:
-        """The engine computes a block in so many seconds: what would take longer is not loaded. 0: not known."""
+        """Report how long the engine computes for a block: loads that would take longer are skipped. 0: unknown."""
         self._ask(self._worker, Ping(chunk_s=block_s))
 
     def admit(self, name: str, request: Request, then: Callable[[Admitted, Sequence[bytes]], None]) -> None:
-        """Ask for its blocks, and for room for what is not there; `then` is called with the answer, now or later, and
-        with the keys of its hits. What its blocks hold is found at other positions, too, if that is more."""
+        """Ask for the request's blocks, and for room for the missing ones. `then` is called, now or later, with the
+        answer and the keys of the hits. Blocks with its content at other positions are used where they are more."""
 
         def answered(answer: Admitted) -> None:
             pieces = self._moved(request, answer.hits)
@@ -159,7 +159,7 @@ class SimulatedNode:
         self._admit(replace(ask, tokens=request.prompt_tokens), answered)
 
     def _moved(self, request: Request, hits: int) -> list[Piece]:
-        """Its leading blocks, wherever they were computed, if these are more than so many."""
+        """Its leading blocks, at whatever positions they were computed, if there are more than `hits`; else none."""
         if hits >= request.whole:
             return []
         found = self._ask(self._scheduler, FindMoved(SCOPE, request.ids, 1))
@@ -174,16 +174,16 @@ class SimulatedNode:
             then(answer)
 
     def expect(self, request: str, keys: Sequence[bytes]) -> None:
-        """This one waits for its turn and will ask for these."""
+        """Announce that a queued request will ask for these keys."""
         self._ask(self._scheduler, Expect(request, list(keys)))
 
     def computed(self, answer: Admitted) -> None:
-        """All that there is room for is filled."""
+        """Fill and seal all that was granted: it is computed."""
         if answer.granted_slots:
             self._ask(self._worker, Fill(answer.granted_slots, 0, 1, seal=True))
 
     def keep(self, request: Request) -> None:
-        """The whole blocks of its answer were computed, too."""
+        """Store the further whole blocks that the answer has completed."""
         if request.more:
             parent = request.keys[request.whole - 1] if request.whole else b""
             told = request.answer_tokens
@@ -193,21 +193,21 @@ class SimulatedNode:
                 self.computed(answer)
 
     def release(self, answer: Admitted) -> None:
-        """What was found is in the engine's own memory."""
+        """Release the lease: the hits are in the engine's own memory."""
         if answer.lease:
             self._ask(self._scheduler, Release(answer.lease))
 
     def leading_in_memory(self, request: Request) -> int:
-        """How many of its leading blocks are in host memory, wherever they were computed."""
+        """How many of its leading blocks are in host memory, at whatever positions they were computed."""
         count = self.in_memory(request.keys)
         return max(count, self.in_memory([piece.key for piece in self._moved(request, count)]))
 
     def in_memory(self, keys: Sequence[bytes]) -> int:
-        """How many leading ones are in host memory."""
+        """How many of the leading keys are in host memory."""
         return len(self.service.store.find(keys, 1))
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """How many leading ones are here, in memory or below: what a proxy's index knows of a node."""
+        """How many of the leading keys are in memory or a tier below: what a proxy's index knows of a node."""
         own = [tier for tier in self.tiers if not isinstance(tier, PeersTier)]
         at = 0
         while at < len(keys):
@@ -218,11 +218,11 @@ class SimulatedNode:
         return at
 
     def origins(self, keys: Sequence[bytes]) -> list[str]:
-        """Where the bytes of these, which are in host memory, came from: the name of a tier, or of the engine."""
+        """Where the bytes of these keys in host memory came from: for each the name of a tier, or of the engine."""
         return [chunks[0].reservation.origin.name for chunks in self.service.store.find(keys, 1)]
 
     def refresh(self, keys: Sequence[bytes]) -> None:
-        """What these are worth to an oracle has changed."""
+        """Rank these keys again: the oracle's answers for them have changed."""
         self.service.store.refresh([chunk for key in keys for chunk in self.service.store.index.of(key)])
         for tier in self.tiers:
             tier.refresh(keys)
@@ -234,7 +234,7 @@ class SimulatedNode:
         return self.service.handle(session, ask)
 
     def turn(self) -> None:
-        """A turn of the control loop: copies go on, and late answers are given. To be called after each event."""
+        """Run a turn of the control loop: advance copies and give late answers. Call it after each event."""
         self.is_touched = False
         self._tick()
         self.service.turn()
@@ -252,11 +252,11 @@ class SimulatedNode:
 
     @property
     def due_at(self) -> float:
-        """When a late answer comes, whatever else happens."""
+        """When the next late answer is due, even if nothing happens before."""
         return self.service.admissions.due_in(0.0)
 
     def close(self) -> None:
-        """Detach, and forget all. :raises PdxError: the node has contained an error of its own meanwhile."""
+        """Detach and discard everything. :raises PdxError: the node has contained internal errors meanwhile."""
         errors = self.service.counters["internal_errors"]
         self.service.tiers.close()
         self.service.sessions.close()

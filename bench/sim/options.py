@@ -1,4 +1,4 @@
-"""The options of `pdx sim`, which have the names that the command gives them, as the case that is simulated."""
+"""Turns the options of `pdx sim`, under the names that the command gives them, into traces and a case."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pdx.store.policies import by_name
 
 
 def traces_of(paths: Sequence[Path], options: Any) -> list[Trace]:
-    """Those that are named, or generated. :raises ConfigError: there are none, or both; or a file is no trace."""
+    """Read or generate traces. :raises ConfigError: none or both are asked for, or a file is not a trace."""
     if bool(paths) == bool(options.sessions):
         raise ConfigError("give the files of traces, or --sessions with how many to generate")
     found = [read(path) for path in paths]
@@ -45,7 +45,7 @@ def traces_of(paths: Sequence[Path], options: Any) -> list[Trace]:
 
 
 def _at_rate(trace: Trace, rate: float) -> Trace:
-    """The same requests, so many per second in the mean; 0: as they are."""
+    """The same requests at a mean rate per second; 0: unchanged."""
     if not rate or not trace.seconds:
         return trace
     first, scale = trace.requests[0].at_s, len(trace.requests) / rate / trace.seconds
@@ -102,14 +102,14 @@ def case_of(options: Any) -> Case:
 
 
 def policy_of(options: Any) -> str:
-    """The eviction policy of memory. :raises ConfigError: there is none of this name."""
+    """The eviction policy of memory. :raises ConfigError: no policy has this name."""
     if options.policy != BELADY:
         by_name.find(options.policy)
     return str(options.policy)
 
 
 def seconds_of(text: str) -> float:
-    """A time that may also be in minutes or hours: 90s, 30m, 1h. :raises ConfigError: it is none."""
+    """Parse a time, also in minutes or hours: 90s, 30m, 1h. :raises ConfigError: it is not a time."""
     for unit, seconds in (("h", 3600.0), ("m", 60.0)):
         if text.endswith(unit) and text[:-1].replace(".", "", 1).isdigit():
             return float(text[:-1]) * seconds

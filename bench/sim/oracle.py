@@ -1,4 +1,4 @@
-"""Belady's policy: what is wanted again last goes first. It knows the trace, so that no node can have it."""
+"""Belady's policy: evict first what is wanted again last. It needs the whole trace, so no real node can use it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NEVER = 1 << 60
 
 
 class Future(Mapping[bytes, Mapping[int, int]]):
-    """When each key is wanted again, and where in its prompt it is then, in the form of what a queue wants
-    (`TierHost.wanted`). A request wants its keys until it is `over`: until it has had its turn."""
+    """The turn at which each key is wanted next, and its index in that prompt, in the form of `TierHost.wanted`. A
+    request wants its keys until it has had its turn (`over`)."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         if any(request.content for request in requests):
@@ -23,29 +23,29 @@ class Future(Mapping[bytes, Mapping[int, int]]):
         self._wanted: dict[bytes, deque[int]] = {}
         self._places: dict[bytes, int] = {}
         self._over: set[int] = set()
-        self._arrived: dict[int, int] = {}  # requests, in the order in which they have
+        self._arrived: dict[int, int] = {}  # request -> its place in the order of arrival
         for number, request in enumerate(requests):
             for place, key in enumerate(request.keys):
                 self._wanted.setdefault(key, deque()).append(number)
                 self._places[key] = place
 
     def arrives(self, number: int) -> None:
-        """This request is in a queue now. Of a session it may come later than the trace has it."""
+        """The request is queued now. A session's request may arrive later than in the trace."""
         self._arrived[number] = len(self._arrived)
 
     def over(self, number: int) -> None:
-        """This request has had its turn."""
+        """The request has had its turn."""
         self._over.add(number)
 
     def next(self, key: bytes) -> int:
-        """At which turn it is wanted next, as far as that is known."""
+        """The turn at which the key is wanted next, as far as it is known."""
         numbers = self._wanted.get(key, ())
         while numbers and numbers[0] in self._over:
             numbers.popleft()
         return self._arrived.get(numbers[0], max(numbers[0], len(self._arrived))) if numbers else NEVER
 
     def __contains__(self, key: object) -> bool:
-        return True  # what is never wanted again goes first, and takes no other's place
+        return True  # a key that is never wanted again goes first, and displaces no other
 
     def __getitem__(self, key: bytes) -> Mapping[int, int]:
         return {self.next(key): self.place(key)}
@@ -57,15 +57,15 @@ class Future(Mapping[bytes, Mapping[int, int]]):
         return len(self._wanted)
 
     def place(self, key: bytes) -> int:
-        """Where in its prompt it is."""
+        """The key's index in its prompts."""
         return self._places.get(key, NEVER)
 
 
 class Belady(Ranked[E]):
     """Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
 
-    Who replays a trace has the store refresh the chunks of each request when it is over: what a request wanted next
-    may be another one then.
+    The caller that replays a trace has the store refresh each request's chunks once the request is over: another
+    request may want them next.
     """
 
     def __init__(self, future: Future) -> None:
@@ -79,5 +79,5 @@ class Belady(Ranked[E]):
         self._ranks.add(chunk)
 
     def victims(self, start: E | None) -> Iterator[E]:
-        """See `EvictionPolicy.victims`. The order may have changed since a search: each begins anew."""
+        """See `EvictionPolicy.victims`. Ignores `start`: the order may have changed since the last search."""
         return self._ranks.within(None)

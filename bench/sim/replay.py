@@ -1,9 +1,9 @@
-"""A trace through a real `Store` alone, without any time: which blocks are found, by the eviction policy and the room.
+"""Replays a trace through a real `Store` alone, where nothing takes time: the hit rate by eviction policy and room.
 
-Blocks have slots of the smallest size instead of real bytes. `REQUEST` has requests as an engine does: each finds and
-leases its leading blocks, has room made for the others, fills and seals them, and lets go. The other ways are those of
-simulators of plain caches: `EACH` lets blocks come one at a time, the last one of a prompt first, and leases none;
-`AFTER` lets them come from the first one on, and makes room when the whole prompt is in.
+Blocks have slots of the smallest size instead of real bytes. `REQUEST` handles requests as an engine does: each finds
+and leases its leading blocks, gets room for the others, releases the lease, and fills and seals the others. The other
+ways are those of simulators of plain caches: `EACH` inserts blocks one at a time, a prompt's last one first, and leases
+none; `AFTER` inserts them from the first one on, and makes room once the whole prompt is in.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ HOUR_S = 3600.0
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What a replay says."""
+    """The result of a replay."""
 
     hit_share: float  # of the tokens of all prompts
-    most_blocks: int  # that were in memory when a request was over
+    most_blocks: int  # the most in memory after a request
 
 
 def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Kept:
-    """Of memory of so many blocks. `policy`: as `pdx node --policy` has it, or `belady`, which knows the trace.
+    """Replay with memory of `blocks` blocks. `policy`: as in `pdx node --policy`, or `belady`, which knows the trace.
 
-    Times are the trace's.
+    Requests come at the trace's times.
 
     :raises ConfigError: there is no such policy.
     """
     future = Future(trace.requests) if policy == BELADY else None
     clock = Clock()
-    blocks = min(blocks, trace.distinct_blocks())  # more room is of no use, and a file has an end
+    blocks = min(blocks, trace.distinct_blocks())  # more room is useless, and the size of a file is limited
     maker = by_name.find(policy, clock) if future is None else lambda _: Belady(future)
     spare = max(len(request.keys) for request in trace.requests) if way == AFTER else 0
     with tempfile.TemporaryDirectory() as folder, sparse_arena(Path(folder) / "arena", blocks + spare) as arena:
@@ -74,7 +74,7 @@ def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Kept:
 
 
 def sparse_arena(path: Path, granules: int) -> Arena:
-    """An arena of so many of the smallest slots, of which no byte is touched: a file full of holes."""
+    """An arena with slots of the smallest size, `granules` of them, in a sparse file: none of its data is touched."""
     nbytes = granules * GRANULE_BYTES
     with path.open("xb") as file:
         file.truncate(nbytes + granules * TABLE_BYTES)
@@ -113,7 +113,7 @@ def _after(store: Store, names: ContentNames, request: Request, blocks: int) -> 
 
 
 def _come(store: Store, key: bytes) -> None:
-    """It is used, or comes."""
+    """Touch this block if the store has it, else insert it."""
     found = store.find([key], 1)
     if found:
         store.touch(found[0])
@@ -122,7 +122,7 @@ def _come(store: Store, key: bytes) -> None:
 
 
 def _fill(store: Store, keys: Sequence[bytes]) -> None:
-    """These come, as far as there is room."""
+    """Insert these blocks, as far as there is room."""
     store.seal(store.fill(store.reserve(_claim(keys))[1], 0, 1, SESSION))
 
 
@@ -134,25 +134,25 @@ _ONE: dict[str, Callable[[Store, ContentNames, Request, int], int]] = {REQUEST: 
 
 
 # ---- sweeps: hit rates by the capacity of a cache, and by the time that chunks are kept ----------
-# Capacity is also told as a share of the demand: what all that comes anew within an hour would take. With sessions that
-# is CachedAttention's CCpUT (section 4.3): the distinct sessions of an hour, each with a full context window; the share
-# is its RCC/CCpUT.
+# Capacity is also given as a share of the demand: the room that everything new within an hour would take. With sessions
+# that is CachedAttention's CCpUT (section 4.3): the distinct sessions of an hour, each with a full context window; the
+# share is its RCC/CCpUT.
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One capacity, or one time."""
+    """The result for one capacity, or for one time."""
 
     trace: str
     policy: str
-    room_bytes: float  # capacity; with a time: the most that was kept at once
-    of_demand: float  # that room, as a share of an hour's demand
+    room_bytes: float  # the capacity; in a sweep of times, the most that was kept at once
+    of_demand: float  # `room_bytes` as a share of an hour's demand
     kept_s: float  # 0: for ever
     hit_share: float
-    of_possible: float  # the hits, as a share of those of a store that forgets nothing
+    of_possible: float  # hits as a share of those of a store without evictions
 
 
 def demand_bytes(trace: Trace, token_bytes: float) -> float:
-    """What an hour's distinct sessions would take, each with a full window; or, without sessions, its new blocks."""
+    """The room for an hour's distinct sessions, each with a full window; without sessions, for its new blocks."""
     hours = max(trace.seconds, 1.0) / HOUR_S
     tokens = trace.sessions * trace.window or trace.distinct_blocks() * trace.block_tokens
     return tokens * token_bytes / hours
@@ -165,7 +165,7 @@ def by_room(
     policies: Sequence[str],
     told: Callable[[], None] = lambda: None,
 ) -> list[Point]:
-    """Of each policy, at each capacity in bytes; `told` after each."""
+    """One point per policy and capacity in bytes; `told` is called after each."""
     found = []
     for policy in policies:
         for room in rooms:
@@ -178,7 +178,7 @@ def by_room(
 def by_time(
     trace: Trace, token_bytes: float, policy: str, times_s: Sequence[float], told: Callable[[], None] = lambda: None
 ) -> list[Point]:
-    """Of each time in seconds, with room for all that is not older (`policy` `age`), or was used since (`idle`)."""
+    """One point per time in seconds, the age (`policy` `age`) or idle time (`idle`) up to which all chunks are kept."""
     found = []
     for time_s in times_s:
         kept = replay(trace, f"{policy}:{time_s:g}", trace.distinct_blocks())

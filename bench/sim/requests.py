@@ -1,4 +1,4 @@
-"""Requests of a trace: what each asks for, when, and what it leaves behind. Times in seconds, lengths in tokens."""
+"""The requests of a trace: what each asks for, when, and what it leaves. Times in seconds, lengths in tokens."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from pdx.errors import ConfigError
 from pdx.memory.keys import KEY_BYTES
 from pdx.wire.moved import TOKEN_BYTES, PromptTokens
 
-SCOPE = bytes(KEY_BYTES)  # of all of them: one model, one tenant
-MOONCAKE_TOKENS = 512  # of a block in Mooncake's traces
+SCOPE = bytes(KEY_BYTES)  # of all requests: one model, one tenant
+MOONCAKE_TOKENS = 512  # per block in Mooncake's traces
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
-    """One of them. `keys`: its prompt's blocks, the last one may be shorter; equal keys mean equal prefixes.
+    """One request. `keys`: its prompt's blocks, the last of which may be shorter; equal keys mean equal prefixes.
 
-    `content`: a number for each whole block of the prompt, and for those of `more`; equal numbers mean equal tokens,
-    wherever they stand. It is found by these, too, as with the hint `reuse: moved`. Empty: they are not known.
+    `content`: a number for each whole block of the prompt, then for each of `more`; equal numbers mean equal tokens at
+    any position. Blocks are also found by these numbers, as with the hint `reuse: moved`. Empty: unknown.
     """
 
     at_s: float
     tokens: int  # of the prompt
     output: int  # tokens of the answer
     keys: Sequence[bytes]
-    more: Sequence[bytes] = ()  # blocks that are whole when the answer is there, behind the whole ones of the prompt
+    more: Sequence[bytes] = ()  # the further blocks that are whole once the answer is complete
     session: str = ""
-    content: bytes = b""  # as tokens in messages: to the node a block is one
+    content: bytes = b""  # encoded like tokens in messages: to the node, a block is one token
 
     @property
     def whole(self) -> int:
-        """How many whole blocks the prompt has whose content is known."""
+        """The number of whole blocks in the prompt whose content is known."""
         return len(self.content) // TOKEN_BYTES - len(self.more) if self.content else 0
 
     @property
@@ -45,25 +45,25 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def prompt_tokens(self) -> PromptTokens | None:
-        """What a node is told of the prompt's blocks …"""
+        """What a node is told about the prompt's blocks …"""
         return PromptTokens(SCOPE, self.ids, 1, is_moved=True) if self.content else None
 
     @property
     def answer_tokens(self) -> PromptTokens | None:
-        """… and of those of the answer."""
+        """… and about the blocks that the answer completes."""
         return (
             PromptTokens(SCOPE, self.content[len(self.ids) :], 1, self.whole, is_moved=True) if self.content else None
         )
 
     @property
     def named(self) -> Sequence[bytes]:
-        """All its blocks by what they are found by."""
+        """The names by which all its blocks are found: their content if known, else their keys."""
         ids = self.content
         return [ids[at : at + TOKEN_BYTES] for at in range(0, len(ids), TOKEN_BYTES)] or [*self.keys, *self.more]
 
 
 def leading(requests: Iterable[Request]) -> Iterator[int]:
-    """Of each how many leading blocks a store would find that never forgets anything."""
+    """For each request, the number of leading blocks that a store without evictions would find."""
     seen: set[bytes] = set()
     for request in requests:
         blocks, count = request.named, len(request.keys)
@@ -72,13 +72,13 @@ def leading(requests: Iterable[Request]) -> Iterator[int]:
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """Requests in the order in which they come; all blocks have so many tokens."""
+    """Requests in order of arrival, with blocks of `block_tokens` tokens."""
 
     name: str
     block_tokens: int
     requests: Sequence[Request]
-    sessions: int = 0  # that are in it; 0: it does not say
-    window: int = 0  # tokens that the model's context has; 0: it does not say
+    sessions: int = 0  # number in the trace; 0: unknown
+    window: int = 0  # tokens of the model's context; 0: unknown
 
     @property
     def tokens(self) -> int:
@@ -90,21 +90,21 @@ class Trace(msgspec.Struct, frozen=True):
         return self.requests[-1].at_s - self.requests[0].at_s if self.requests else 0.0
 
     def found_by_all(self) -> int:
-        """Tokens that a store which never forgets anything would find."""
+        """The number of tokens that a store without evictions would find."""
         size, found = self.block_tokens, zip(leading(self.requests), self.requests, strict=True)
         return sum(min(hits * size, request.tokens) for hits, request in found)
 
     def distinct_blocks(self) -> int:
-        """How many blocks a store would have that never forgets anything."""
+        """The number of blocks that a store without evictions would have at the end."""
         return len({key for request in self.requests for key in (*request.keys, *request.more)})
 
 
 def read(path: Path) -> Trace:
-    """A trace in Mooncake's form: a JSON object a line, in a file that may be compressed (`.gz`).
+    """Read a trace in Mooncake's format: one JSON object per line, in a file that may be compressed (`.gz`).
 
     `timestamp` in ms, `input_length` and `output_length` in tokens, `hash_ids`: the prompt's blocks of 512 tokens.
 
-    :raises ConfigError: it cannot be read, or is something else.
+    :raises ConfigError: the file cannot be read, or has another format.
     """
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:

@@ -1,4 +1,4 @@
-"""Which engine a request of a trace gets: by the rules of `pdx proxy --routing`, from what it knows of engines."""
+"""Chooses the engine for each request of a trace as `pdx proxy --routing` does, from what a proxy knows of engines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pdx.proxy.placing import Coming, Keys, Prompt, cost, paced
 
 
 class Router:
-    """Engines with both roles, each on one of the nodes. An index of chunks that is never late."""
+    """Routes to engines with both roles, each on one of the nodes. Its index of chunks is never out of date."""
 
     def __init__(
         self, routing: Routing, nodes: Sequence[SimulatedNode], engines: Sequence[SimulatedEngine], block_tokens: int
     ) -> None:
-        """As many engines of each node, in the order of the nodes."""
+        """`engines`: as many per node, in the order of the nodes."""
         self._routing = routing
         self._nodes = nodes
         self._engines = engines
@@ -30,13 +30,13 @@ class Router:
         ]
         self._records = [Record(str(at), 0.0, 0.0) for at in range(len(engines))]
         self._sessions: dict[str, Prompt] = {}
-        self._begun: dict[bytes, set[int]] = {}  # by the first key of prompts, the nodes that any of those was given
+        self._begun: dict[bytes, set[int]] = {}  # first key -> the nodes that have been given prompts with it
         self._coming = Coming()
         self._given: dict[int, tuple[str, list[bytes]]] = {}
         self._turns = 0
 
     def place(self, served: Served) -> SimulatedEngine:
-        """The engine that it is for."""
+        """Choose the request's engine, and count it as that engine's load."""
         prompt = self._prompt(served)
         ranks = [
             (cost(self._routing, engine, record, prompt), record.last_used)
@@ -70,7 +70,7 @@ class Router:
         return paced(Prompt(served.request.tokens, hits), self._records)
 
     def over(self, served: Served) -> None:
-        """It is."""
+        """The request is over: stop counting it."""
         assert served.use is not None
         served.use.end()
         self._coming.over(*self._given.pop(served.number))

@@ -1,10 +1,10 @@
-"""Generated conversations with the statistics that CachedAttention's authors give of ShareGPT's.
+"""Generates conversations with the statistics that CachedAttention's authors report for ShareGPT.
 
 Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with CachedAttention", ATC 2024:
-73 % of the conversations have more than one turn, 5.75 turns are the mean; 47 % have more than 2,048 tokens, 30 % more
-than 4,096. Turns beyond the first are geometric; a turn's tokens are log-normal, times a log-normal factor of their
-session; the two widths and the median are chosen so that both shares come out. Sessions come at random (Poisson), and
-their next turn an exponential time after the answer's; ShareGPT has no times, so both are assumptions.
+73 % of the conversations have more than one turn, and the mean is 5.75 turns; 47 % have more than 2,048 tokens, 30 %
+more than 4,096. In the 73 %, the number of turns beyond the first is geometric. A turn's tokens are log-normal, times a
+log-normal factor of its session; the two widths and the median are chosen to match the shares of long conversations.
+Sessions arrive as a Poisson process, and times between turns are exponential: assumptions, as ShareGPT has no times.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ MOST_TURN = 16_384  # tokens
 
 
 class Conversations(msgspec.Struct, frozen=True, kw_only=True):
-    """What is generated."""
+    """What to generate."""
 
     sessions: int = 9000
     rate: float = 1.0  # sessions per second
-    think_s: float = 60.0  # mean time from one turn to the next
+    think_s: float = 60.0  # mean time from one turn's arrival to the next
     window: int = 2048  # tokens of the model's context
-    keep_share: float = 0.5  # of the window is left of the history when it would not fit
-    moves: bool = False  # whether what blocks hold is known, so that they are found behind a cut (`Request.content`)
+    keep_share: float = 0.5  # of the window: what a history is cut to when it does not fit
+    moves: bool = False  # whether the content of blocks is known, and so they are found after a cut (`Request.content`)
     block_tokens: int = 64
     seed: int = 1
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """Of one session: tokens of the question and of the answer, and when the question comes."""
+    """One turn of a session: tokens of the question and the answer, and when the question arrives."""
 
     session: int
     at_s: float
@@ -49,9 +49,9 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 def turns(asked: Conversations) -> list[Turn]:
-    """All turns, in the order in which they come. The same for the same seed, on every machine."""
+    """All turns in order of arrival. The same seed gives the same turns on every machine."""
     drawn = random.Random(asked.seed)
-    more = MEAN_TURNS - (1 - MULTI_SHARE) - 2 * MULTI_SHARE  # turns behind the second, in the mean of all sessions
+    more = MEAN_TURNS - (1 - MULTI_SHARE) - 2 * MULTI_SHARE  # turns beyond the second, mean over all sessions
     stays = more / MULTI_SHARE / (1 + more / MULTI_SHARE)
     found: list[Turn] = []
     started_at = 0.0
@@ -73,14 +73,14 @@ def turns(asked: Conversations) -> list[Turn]:
 
 
 def generate(asked: Conversations) -> Trace:
-    """A trace of them. A prompt is what the window has of the session's history, and the question.
+    """Generate a trace. A prompt is the session's history, as far as the window has room for it, and the question.
 
-    History is cut at blocks, which are named by their place in the session and by where it was cut: keys are chained.
-    With `moves` the session's first block stands in place of the first that is left: without it nothing is found.
+    History is cut at block boundaries. Keys are chained, so a block's name has its place in the session and the cut.
+    With `moves`, the session's first block replaces the first block after the cut: a node finds nothing without it.
     """
     size, window = asked.block_tokens, asked.window
-    histories: dict[int, tuple[int, int]] = {}  # session -> where its history begins and ends
-    numbers: dict[int, int] = {}  # of what blocks hold, by session and place there
+    histories: dict[int, tuple[int, int]] = {}  # session -> start and end of its history
+    numbers: dict[int, int] = {}  # session and place in it -> number of the block's content
     requests: list[Request] = []
     for turn in turns(asked):
         answer = min(turn.answer, window // 2)
@@ -97,7 +97,7 @@ def generate(asked: Conversations) -> Trace:
         names = [_name(turn.session, start if at else 0, at) for at in places]
         split = whole - start // size
         keys = names[:split]
-        if (start + tokens) % size:  # its last block is not whole, and nobody else finds it
+        if (start + tokens) % size:  # the last block is not whole: no other request finds it
             keys = [*keys, _name(turn.session, 1 + len(requests), -1)]
         ids = array("I", [numbers.setdefault(turn.session << 32 | at, len(numbers)) for at in places if asked.moves])
         requests.append(Request(turn.at_s, tokens, answer, keys, names[split:], str(turn.session), ids.tobytes()))

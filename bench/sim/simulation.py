@@ -1,4 +1,4 @@
-"""A trace through a simulated node and its engines: what was found, where, and what it took."""
+"""Runs a trace through simulated nodes and their engines: what was found, where, and the time and cost."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from pdx.memory.arena import GRANULE_BYTES
 from pdx.proxy.config import Routing
 
 HOST = "host"
-PEER_S = 0.001  # until another node sends the first of what it is asked for
+PEER_S = 0.001  # until another node sends the first bytes of a fetch
 
 
 class Prices(msgspec.Struct, frozen=True, kw_only=True):
     """US dollars per hour."""
 
-    gpu: float = 5.0  # one
+    gpu: float = 5.0  # per GPU
     host_gb: float = 0.0088
     disk_gb: float = 0.000082
     remote_gb: float = 0.00003
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated, but for the trace."""
+    """Everything that is simulated except the trace."""
 
     model: Model
     nodes: int = 1
-    engines: int = 1  # of each node
+    engines: int = 1  # per node
     routing: Routing = Routing.LEAST_LOADED
     peer_bytes_s: float = 0.0  # between two nodes; 0: they do not fetch from each other
     settings: Settings
@@ -55,14 +55,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     disk_policy: str = "lru"
     store: StoreChoice = "all"
     window: float = 0.1
-    queue: int = 0  # requests come as soon as fewer than so many wait; 0: when the trace says
-    warm_up: int = 0  # so many requests are not counted
-    pays: bool = True  # what takes longer to load than to compute is not loaded
+    queue: int = 0  # a closed loop: requests arrive while fewer than this wait; 0: they arrive when the trace says
+    warm_up: int = 0  # the number of leading requests that are not counted
+    pays: bool = True  # skip loads that take longer than computing
     prices: Prices = Prices()
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of times in seconds."""
+    """Mean and percentiles of times in seconds."""
 
     mean: float
     p50: float
@@ -71,7 +71,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Percentiles by rank; of nothing all are 0."""
+        """Percentiles are by rank; without values all are 0."""
         ranked = sorted(values)
         if not ranked:
             return cls(0.0, 0.0, 0.0, 0.0)
@@ -83,16 +83,16 @@ class TierUse(msgspec.Struct, frozen=True):
     """What one tier did. Tokens of prompts, real bytes."""
 
     name: str
-    hit_tokens: int  # that were there when their request's turn came, or that it waited for
+    hit_tokens: int  # of a tier below, those loaded after their request's turn came; of host memory, the others
     loaded_bytes: float
     stored_bytes: float
     evicted_blocks: int
-    most_bytes: float  # that it had at a time
-    busy_share: float  # of the time, the busier of loads and stores
+    most_bytes: float  # the most it held at a time
+    busy_share: float  # of the time; of loads and stores, the busier
 
 
 class Result(msgspec.Struct, frozen=True):
-    """All that a simulation says. Shares are of the tokens of all prompts that count."""
+    """The result of a simulation. Shares are of the tokens of all counted prompts."""
 
     trace: str
     policy: str
@@ -100,14 +100,14 @@ class Result(msgspec.Struct, frozen=True):
     tokens: int
     output_tokens: int
     hit_share: float
-    possible_share: float  # that a store would find which forgets nothing
-    request_hit_share: float  # of the requests of which a store could find something, those of which something was
+    possible_share: float  # that a store without evictions would find
+    request_hit_share: float  # of the requests for which hits are possible, those that had some
     early_share: float  # of the tokens found, those that were in host memory when their request arrived
     tiers: list[TierUse]
     ttft_s: Spread
     wait_s: Spread  # until a turn
     seconds: float
-    gpu_s: float  # of all GPUs that an engine has, while it is busy
+    gpu_s: float  # busy time of the engines, times the GPUs of each
     prefill_gpu_s: float
     dollars: float
     dollars_per_million: float  # tokens, of prompts and answers
@@ -115,20 +115,20 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def host_share(self) -> float:
-        """Of the tokens found, those that host memory had when their request's turn came."""
+        """The share of the tokens found that no tier below loaded after their request's turn had come."""
         total = sum(tier.hit_tokens for tier in self.tiers)
         return self.tiers[0].hit_tokens / total if total else 0.0
 
 
 def block_bytes(case: Case, trace: Trace) -> float:
-    """Real bytes of a block of KV."""
+    """Real bytes of one block's KV."""
     return case.model.kv_token_bytes * trace.block_tokens
 
 
 def simulate(trace: Trace, case: Case, told: Callable[[int], None] = lambda count: None) -> Result:
-    """`told`: is called now and then with how many more requests are over.
+    """`told`: called from time to time with the number of requests that have ended since.
 
-    :raises ConfigError: something of it makes no sense.
+    :raises ConfigError: the case makes no sense.
     """
     blocks = int(case.host_bytes / block_bytes(case, trace))
     longest = max(len(request.keys) + len(request.more) for request in trace.requests)
@@ -194,18 +194,18 @@ class _Run:
         self._told = told
         self._served: list[Served] = []
         self._over = 0
-        self._next = 0  # in the trace
-        self._is_timed = False  # whether the clock knows when it comes
-        self._talking: dict[str, deque[int]] = {}  # sessions with a turn that is not over, and those that wait for it
-        self._ready: deque[int] = deque()  # those that wait no more
-        self._counted_at = 0.0  # when what counts began, and what there was by then
-        self._before: dict[str, float] = {}
-        # Of a hundred nodes an event is about one, and the others are not looked at.
+        self._next = 0  # the index of the next request in the trace
+        self._is_timed = False  # whether its arrival is scheduled
+        self._talking: dict[str, deque[int]] = {}  # session with a turn in flight -> its turns that wait for the end
+        self._ready: deque[int] = deque()  # turns that have waited and may arrive now
+        self._counted_at = 0.0  # when counting began …
+        self._before: dict[str, float] = {}  # … and the totals then
+        # With a hundred nodes, an event concerns one of them: only nodes with something to do take a turn.
         self._touched: dict[int, SimulatedNode] = {}
         self._events: dict[SimulatedEngine, None] = {}
-        self._ticks = [(0.0, number) for number in range(len(nodes))]  # a heap: when each node's tick is due at most
-        self._due_at = [math.inf] * len(nodes)  # of each when an answer is due that is late …
-        self._late: list[tuple[float, int]] = []  # … and a heap of that, which may be over
+        self._ticks = [(0.0, number) for number in range(len(nodes))]  # a heap: when to check each node for a due tick
+        self._due_at = [math.inf] * len(nodes)  # per node, when its next late answer is due …
+        self._late: list[tuple[float, int]] = []  # … and a heap of these times, some of them out of date
         numbers = {id(node): number for number, node in enumerate(nodes)}
         for node in nodes:
             node.on_touched = lambda node: self._touched.update({numbers[id(node)]: node})
@@ -244,7 +244,7 @@ class _Run:
         self._events[engine] = None
 
     def _go_on(self) -> None:
-        """Whatever comes of what has just happened."""
+        """Let nodes and engines act on the last events, until nothing more follows at this moment."""
         now = self._clock.now
         while self._ticks[0][0] <= now:
             number = heapq.heappop(self._ticks)[1]
@@ -271,8 +271,8 @@ class _Run:
                 return
 
     def _come(self) -> None:
-        """The next requests come that are due, or in a closed loop that there is room for. The next turn of a session
-        comes when the one before it is over."""
+        """Let requests arrive that are due or, in a closed loop, that the queues have room for. A session's next turn
+        arrives only when the one before is over."""
         requests, queue = self._trace.requests, self._case.queue
         while self._next < len(requests) or self._ready:
             if queue and sum(engine.num_waiting for engine in self._engines) >= queue:
@@ -328,7 +328,7 @@ class _Run:
         if not self._over % 64:
             self._told(64)
 
-    # ---- what comes of it -------------------------------------------------------------------
+    # ---- results ----------------------------------------------------------------------------
 
     def _totals(self) -> dict[str, float]:
         scale = block_bytes(self._case, self._trace)
@@ -407,7 +407,7 @@ class _Run:
         )
 
     def _tokens(self, request: Request, first: int, end: int) -> int:
-        """Of these blocks of a prompt."""
+        """The number of tokens in blocks [first, end) of a prompt."""
         size = self._trace.block_tokens
         return max(0, min(end * size, request.tokens) - first * size)
 
@@ -419,7 +419,7 @@ class _Run:
         return TierUse(HOST, hits[HOST], loaded, now["sealed"] * scale, int(now["evicted"]), most * scale, busy)
 
     def _dollars(self, seconds: float) -> float:
-        """GPUs and all room, for as long as it took."""
+        """The cost of the GPUs and of all capacity for this time."""
         case, prices = self._case, self._case.prices
         each_hour = case.nodes * (case.engines * case.model.tp * prices.gpu + case.host_bytes / 1e9 * prices.host_gb)
         for device in case.devices:

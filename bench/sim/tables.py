@@ -13,7 +13,7 @@ from pdx.cli.tables import table
 
 
 def of_result(result: Result) -> Iterator[Table]:
-    """What was found where, and what it took."""
+    """Tables of what each tier found, and of latencies, time and cost."""
     found = [
         (
             tier.name,

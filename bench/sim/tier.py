@@ -1,4 +1,4 @@
-"""A tier that moves no bytes: its jobs end after the time that a device of given speeds takes."""
+"""A tier that moves no bytes: each job ends after the time that a device of given speeds would take."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ INFLIGHT_CHUNKS = 32
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds chunks, and how fast."""
+    """A device that holds chunks, and its speeds."""
 
     name: str
-    kind: str  # "disk" or "remote": what its counters begin with
+    kind: str  # "disk", "remote" or "peers": the prefix of its counters
     room_bytes: int
     load_bytes_s: float
     store_bytes_s: float
-    latency_s: float  # of each job, beside others
+    latency_s: float  # per job; those of several jobs overlap
 
 
 class Pipe:
-    """Carries jobs in turn; their latencies run beside each other."""
+    """Carries jobs one after the other; their latencies overlap."""
 
     def __init__(self, bytes_s: float, latency_s: float) -> None:
-        self.busy_s = 0.0  # with what it has taken in
+        self.busy_s = 0.0  # time for all bytes accepted so far, moved or not
         self._bytes_s = bytes_s
         self._latency_s = latency_s
         self._free_at = 0.0
 
     def carry(self, nbytes: float, now: float) -> tuple[float, float]:
-        """From when to when it moves so many bytes that come now."""
+        """Accept bytes now; return when their movement starts and when it ends, latency included."""
         start, taken_s = max(now, self._free_at), nbytes / self._bytes_s
         self._free_at = start + taken_s
         self.busy_s += taken_s
         return start, self._free_at + self._latency_s
 
     def busy_by(self, now: float) -> float:
-        """For how long it has moved bytes by now."""
+        """How long it has been moving bytes by now."""
         return self.busy_s - max(0.0, self._free_at - now)
 
 
 class Entry(Evictable, eq=False, gc=False):
-    """What a modelled tier has of one chunk."""
+    """A chunk in a modelled tier."""
 
     held: Held
 
 
 class ModelledTier(Tier):
-    """See `Tier`. It keeps what `DiskTier` does (`EvictionOrder`), and knows of each chunk its key and its size alone.
+    """See `Tier`. It evicts like `DiskTier` (`EvictionOrder`), but keeps only the key, size and layers of each chunk.
 
-    Sizes are those of the arena's slots; `scale` is how many real bytes stand behind one of theirs.
+    Sizes are those of the arena's slots; each of their bytes stands for `scale` real ones.
     """
 
     is_whole = True
@@ -89,8 +89,8 @@ class ModelledTier(Tier):
         self.max_inflight_bytes = INFLIGHT_CHUNKS * chunk_bytes
         self.loads = Pipe(device.load_bytes_s / scale, device.latency_s)
         self.stores = Pipe(device.store_bytes_s / scale, device.latency_s)
-        self.removed = 0  # chunks, to make room
-        self.most_bytes = 0  # that it had at a time
+        self.removed = 0  # chunks evicted to make room
+        self.most_bytes = 0  # the most it has held at a time
         self._room_bytes = int(device.room_bytes / scale)
         self._clock = clock
         self._on_done = on_done
@@ -123,7 +123,7 @@ class ModelledTier(Tier):
         self._each(keys, self._order.refresh)
 
     def _each(self, keys: Sequence[bytes], call: Callable[[Entry], None]) -> None:
-        for key in reversed(keys):  # the end of the prompt becomes the older one
+        for key in reversed(keys):  # so that the end of a prompt counts as older than its beginning
             if (entry := self._held.get(key)) is not None:
                 call(entry)
 
@@ -161,7 +161,7 @@ class ModelledTier(Tier):
         self.most_bytes = max(self.most_bytes, self._nbytes)
 
     def _make_room(self, nbytes: int, instead: bytes) -> bool:
-        """Whether there is room for this chunk now."""
+        """Make room for the chunk `instead`, if evictions can; return whether there is room now."""
         lack = self._nbytes + nbytes - self._room_bytes
         gone: list[bytes] = []
         spared: list[bytes] = []
@@ -195,7 +195,7 @@ class ModelledTier(Tier):
         self._cancelled.add(copy.number)
 
     def copy_ended(self, copy: Copy) -> None:
-        """See `Tier.copy_ended`. What was stored counts as used now."""
+        """See `Tier.copy_ended`. Stored chunks count as used now."""
         self._cancelled.discard(copy.number)
         if not copy.is_load:
             self.refresh(copy.keys)
@@ -208,7 +208,7 @@ class ModelledTier(Tier):
 
 
 class PeersTier(ModelledTier):
-    """The memory of other nodes behind a network: what one of them has is fetched, and nothing is put there."""
+    """The memory of other nodes, across a network: chunks are fetched from it and never stored there."""
 
     others: Sequence[Store] = ()
 
@@ -219,10 +219,10 @@ class PeersTier(ModelledTier):
         return [Held(GRANULE_BYTES, 1)] * max((len(each.find(keys, shards)) for each in self.others), default=0)
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Their own requests say how old theirs are."""
+        """No-op: the other nodes' own requests decide the age of their chunks."""
 
     def refresh(self, keys: Sequence[bytes]) -> None:
-        """Likewise."""
+        """No-op, likewise."""
 
     def admit(self, copy: Copy) -> Grant:
         return Grant([])
