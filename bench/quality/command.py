@@ -1,4 +1,4 @@
-"""`pdx bench quality`: what follows approximate KV, against what follows exact KV."""
+"""`pdx bench quality`: scores what follows approximate KV against what follows exact KV."""
 
 from __future__ import annotations
 

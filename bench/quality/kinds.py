@@ -1,6 +1,6 @@
-"""The kinds of KV that are judged: a function that makes it for a sample, and one that makes what it stands for.
+"""The kinds of KV that are judged: for each, a function that makes it for a sample, and one for its exact counterpart.
 
-A codec's goes through PDX's own encoder and decoder, as a tier stores it: the pages of each layer of each chunk.
+KV of a codec goes through PDX's own encoder and decoder, as a tier stores it: the pages of each layer of each chunk.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pdx.store.codecs.codec import codec_of, decode_slice, encode_slice
 
 CHUNK_TOKENS = 256
 INT4 = "int4"
-APART = "apart"  # documents; what blending recovers is between that and exact KV
+APART = "apart"  # documents computed apart: blending recovers a share of what they lose
 SHARE = 0.15
 Exact = Callable[[Model, Sample], Tensor]
-Make = Callable[[Model, Sample, Tensor], Tensor]  # the last one is what `Exact` has made
+Make = Callable[[Model, Sample, Tensor], Tensor]  # the last argument is the result of `Exact`
 
 
 def computed(model: Model, sample: Sample) -> Tensor:
@@ -35,8 +35,8 @@ def computed(model: Model, sample: Sample) -> Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """`make` makes KV of any number of tokens, at positions from 0 on; `exact` what it is compared with, once for all
-    kinds that have the same. A kind without a promise is a control."""
+    """`make` makes KV of any number of tokens, at positions from 0 on; `exact` the KV to compare it with, once for all
+    kinds that share it. A control has no promise."""
 
     about: str
     make: Make
@@ -45,7 +45,7 @@ class Kind:
 
 
 def kinds(block_tokens: int) -> dict[str, Kind]:
-    """All kinds by name, for an engine with blocks of so many tokens."""
+    """All kinds by name, for an engine with this block size."""
     scales = f"a scale per head and block of {block_tokens}"
     controls = {
         "bf16": Kind("control: rounded as in an engine's cache", lambda _, __, kv: kv.bfloat16().float()),
@@ -55,7 +55,7 @@ def kinds(block_tokens: int) -> dict[str, Kind]:
 
 
 def _places() -> dict[str, Kind]:
-    """Of KV at other positions."""
+    """Kinds of KV at other positions."""
     cut, no_sink = places.recomputed(places.SINK_TOKENS), places.recomputed(0)
     move = partial(places.moved, sink_tokens=places.SINK_TOKENS)
     return {
@@ -74,7 +74,7 @@ def _codec(name: str, block_tokens: int, scales: str) -> Kind:
 
 
 def stored(kv: Tensor, codec: str, block_tokens: int) -> Tensor:
-    """KV as it comes back from a tier that keeps it in a lossy codec, of an engine that has it in bfloat16."""
+    """KV of an engine in bfloat16, as it comes back from a tier that keeps it in a lossy codec."""
     pages = _pages(kv, block_tokens)
     layers, blocks, heads, _, _, dim = pages.shape
     layout = KvLayout(
@@ -103,14 +103,14 @@ def stored(kv: Tensor, codec: str, block_tokens: int) -> Tensor:
 
 
 def int4(kv: Tensor, block_tokens: int) -> Tensor:
-    """With four bits, which lose more than a codec may: a bench that does not see that sees nothing."""
+    """KV rounded to four bits, which loses more than a codec may: the bench must be able to show that."""
     pages = _pages(kv, block_tokens)
     scales = pages.abs().amax(dim=(3, 5), keepdim=True) / 7
     return _tokens((pages / scales).round() * scales)
 
 
 def _pages(kv: Tensor, block_tokens: int) -> Tensor:
-    """Of whole chunks, in bfloat16: [layers, blocks, heads, tokens of a block, 2, dim], a copy."""
+    """A copy of whole chunks as pages in bfloat16: [layers, blocks, heads, tokens of a block, 2, dim]."""
     assert kv.shape[3] % CHUNK_TOKENS == 0
     return kv.unflatten(3, (-1, block_tokens)).permute(0, 3, 2, 4, 1, 5).bfloat16().contiguous()
 
@@ -121,4 +121,4 @@ def _tokens(pages: Tensor) -> Tensor:
 
 
 def _nothing() -> None:
-    """A tier lets others in between two pieces."""
+    """No-op; before each piece, a tier lets other work go first."""

@@ -1,4 +1,4 @@
-"""A causal model of Hugging Face with transformers' own forward pass, in float32 on the CPU: what KV is measured by."""
+"""The model that KV is measured with: a causal Hugging Face model, computed by transformers in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pdx.memory.rope import Rope, rope_of
 
 
 class Model:
-    """Its KV is one tensor [layers, 2, KV heads, tokens, head_dim] in float32: keys, turned for their positions, which
-    begin with 0, and values."""
+    """KV is a float32 tensor [layers, 2, KV heads, tokens, head_dim]: keys, turned for positions from 0, and values."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -26,19 +25,19 @@ class Model:
 
     @property
     def rope(self) -> Rope:
-        """:raises LayoutError: the keys of such a model cannot be turned."""
+        """:raises LayoutError: the keys of this model cannot be turned."""
         return rope_of(self.config.to_dict(), self.causal.base_model.layers[0].self_attn.head_dim)
 
     def kv(self, tokens: Sequence[int]) -> Tensor:
-        """Of these tokens, each computed in sight of all before it."""
+        """The KV of these tokens, each of which attends to all before it."""
         cache = self._cache()
         with torch.inference_mode():
             self.causal.base_model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
         return torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers])
 
     def scores(self, kv: Tensor, following: Sequence[int]) -> Tensor:
-        """Log probabilities [tokens - 1, vocabulary] of what comes behind each of the tokens that follow `kv` but the
-        last one."""
+        """Log probabilities [tokens - 1, vocabulary] of the next token after each of `following` except the last.
+        `following` comes directly after the tokens of `kv`."""
         cache = self._cache()
         for number, (keys, values) in enumerate(kv):
             cache.update(keys[None], values[None], number)

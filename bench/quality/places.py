@@ -1,6 +1,6 @@
-"""KV at other positions than it was computed at: of a history that was cut, and of documents that were computed apart.
+"""KV at positions other than where it was computed: of a history that was cut, and of documents computed apart.
 
-What is cut is the first half of a context but for its first tokens, which attention may rest on (sinks; Xiao et al.,
+The cut takes the first half of a context except its first tokens, which attention may rest on (sinks; Xiao et al.,
 https://arxiv.org/abs/2309.17453). The documents of a context are its quarters, each computed as a prompt of its own.
 """
 
@@ -17,22 +17,22 @@ from pdx.bench.quality.texts import Sample
 from pdx.blend.layers import blended, most
 from pdx.blend.pages import turned
 
-SINK_TOKENS = 16  # a block of a GPU's engine
+SINK_TOKENS = 16  # one block of an engine on a GPU
 DOCUMENTS = 4
 
 
 def kept(sample: Sample, sink_tokens: int) -> list[int]:
-    """What a cut leaves of the context."""
+    """The tokens of the context that a cut leaves."""
     return sample.context[:sink_tokens] + sample.context[len(sample.context) // 2 :]
 
 
 def recomputed(sink_tokens: int) -> Callable[[Model, Sample], Tensor]:
-    """Exact KV of that."""
+    """Exact KV of the tokens that a cut leaves."""
     return lambda model, sample: model.kv(kept(sample, sink_tokens))
 
 
 def moved(model: Model, sample: Sample, _exact: Tensor, *, sink_tokens: int, is_turned: bool = True) -> Tensor:
-    """KV of the whole context without the half that is cut: keys behind that are turned to their new positions."""
+    """KV of the whole context without the part that is cut. Keys after it are turned to their new positions."""
     kv, cut = model.kv(sample.context), len(sample.context) // 2
     rest = kv[:, :, :, cut:]
     if is_turned:
@@ -41,20 +41,20 @@ def moved(model: Model, sample: Sample, _exact: Tensor, *, sink_tokens: int, is_
 
 
 def apart(model: Model, sample: Sample, _exact: Tensor) -> Tensor:
-    """Each document computed alone, its keys turned to where it stands."""
+    """KV of documents computed alone, with keys turned to each document's place."""
     size = len(sample.context) // DOCUMENTS
     firsts = range(0, len(sample.context), size)
     return torch.cat([turned(model.kv(sample.context[at : at + size]), model.rope, at) for at in firsts], dim=3)
 
 
 def blend(model: Model, sample: Sample, exact: Tensor, *, share: float, is_random: bool = False) -> Tensor:
-    """That, with a share of the tokens computed again."""
+    """KV of documents computed apart, with a share of the tokens recomputed."""
     known = len(sample.context) // DOCUMENTS
     select = partial(_any, torch.Generator().manual_seed(0)) if is_random else most
     return blended(model.causal, sample.context, apart(model, sample, exact), share, known=known, select=select)
 
 
 def _any(draw: torch.Generator, deviations: Tensor, count: int) -> Tensor:
-    """So many tokens, whatever their keys are."""
+    """Indices of `count` random tokens, whatever their keys."""
     found = torch.flatten((deviations >= 0).nonzero())
     return found[torch.randperm(len(found), generator=draw)[:count]]

@@ -1,4 +1,4 @@
-"""What each kind of KV changes in what follows, sample by sample, and the figures of all of them."""
+"""What each kind of KV changes in the tokens that follow, sample by sample, and figures over all samples."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ RESAMPLES = 4000  # of a confidence interval
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample with one kind. `loss`: nats per token that follows, whose exponential is the perplexity;
-    `divergence`: Kullback and Leibler's of exact KV from this one, nats per token; `agreement`: share of positions with
-    the same most likely token."""
+    """One sample with one kind. `loss`: nats per following token, whose exponential is the perplexity;
+    `divergence`: the Kullback-Leibler divergence of exact KV from this kind, nats per token; `agreement`: share of
+    positions with the same most likely token."""
 
     kind: str
     text: str
@@ -59,7 +59,7 @@ def judged(model: Model, sample: Sample, kinds: Mapping[str, Kind]) -> Iterator[
 
 
 def figures(rows: Sequence[Row], kinds: Mapping[str, Kind]) -> Iterator[Figure]:
-    """Means over samples with their intervals of 95 %. What is promised holds where the worse end of that does."""
+    """Means over samples with 95 % intervals. A promise is met if the worse end of the interval meets it."""
     yield from recovered(rows)
     for name, kind in kinds.items():
         mine = [row for row in rows if row.kind == name]
@@ -75,7 +75,7 @@ def figures(rows: Sequence[Row], kinds: Mapping[str, Kind]) -> Iterator[Figure]:
 
 
 def recovered(rows: Sequence[Row]) -> Iterator[Figure]:
-    """How much of what documents computed apart lose, in nats, each kind that was blended of them does not."""
+    """For each blended kind, the share that it recovers of the loss, in nats, of documents computed apart."""
     lost = {row.text: row.loss - row.exact_loss for row in rows if row.kind == APART}
     for name in {row.kind: None for row in rows} if lost else ():
         if name.startswith("blended"):
@@ -86,7 +86,7 @@ def recovered(rows: Sequence[Row]) -> Iterator[Figure]:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, and both ends of its interval, by drawing samples again (bootstrap)."""
+    """Mean, and both ends of its interval by resampling (bootstrap)."""
     drawn = numpy.random.default_rng(0).choice(numpy.array(values), (RESAMPLES, len(values))).mean(axis=1)
     low, high = numpy.quantile(drawn, (0.025, 0.975))
     return float(numpy.mean(values)), float(low), float(high)

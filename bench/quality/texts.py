@@ -1,7 +1,7 @@
-"""Texts to measure with: what each Python brings, so that nothing is fetched and nothing of it is ours to pass on.
+"""Texts to measure with, from the installed Python: nothing is fetched, and PDX redistributes nothing.
 
-Prose is what `help()` says of Python's topics (`pydoc_data.topics`), code are the modules of the standard library; both
-under the PSF License Agreement, version 2. They change a little from one Python to the next: results name it.
+Prose is what `help()` prints on Python's topics (`pydoc_data.topics`), code the standard library's modules; both are
+under the PSF License Agreement, version 2. They change a little between Python versions: results name the version.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from pdx.errors import ConfigError
 
-CONTEXT_TOKENS = (256, 512, 1024, 2048)  # whole chunks; of one sample after the other
-FOLLOWING_TOKENS = 129  # behind each of which but the last one, what comes next is scored
-_CHARACTERS = 12  # of a token, more than the mean of any text
+CONTEXT_TOKENS = (256, 512, 1024, 2048)  # whole chunks; the samples take turns
+FOLLOWING_TOKENS = 129  # after each but the last, the prediction of the next is scored
+_CHARACTERS = 12  # per token: more than the mean of any text
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The beginning of a text. `context`: whole chunks, whose KV is what is judged, by what then `following` loses."""
+    """The beginning of a text. `context`: whole chunks, whose KV is judged by the loss on `following`."""
 
     name: str
     context: list[int]
@@ -30,14 +30,14 @@ class Sample:
 
 
 def topics() -> dict[str, str]:
-    """Pages of documentation by their names."""
+    """Pages of documentation by name."""
     from pydoc_data.topics import topics as found
 
     return {f"topic {name}": text.strip() for name, text in found.items()}
 
 
 def modules() -> dict[str, str]:
-    """Sources of the standard library by their names."""
+    """Sources of the standard library by name."""
     return {
         f"module {file.stem}": file.read_text("utf-8", errors="replace")
         for file in Path(os.__file__).parent.glob("*.py")
@@ -45,9 +45,9 @@ def modules() -> dict[str, str]:
 
 
 def samples(tokenizer: Any, count: int, seed: int) -> Iterator[Sample]:
-    """So many different texts, prose and code in turns, with contexts of all lengths.
+    """Draw `count` different texts, alternating prose and code, with contexts of all lengths.
 
-    :raises ConfigError: there are not so many.
+    :raises ConfigError: there are too few.
     """
     draw = random.Random(seed)
     sources = [sorted(topics().items()), sorted(modules().items())]
