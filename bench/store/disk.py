@@ -1,9 +1,9 @@
 """The disk tier against raw direct I/O: `python -m pdx.bench.store.disk FOLDER`, a folder on the disk in question.
 
-Each round writes and reads the same bytes twice, in turns: as chunks through the tier, and raw, which is one file, by
-as many threads as the tier has, each with a chunk at a time. Both go past the page cache (O_DIRECT), and nothing is
-synced. "write" makes new files; "replace" is what a tier does whose cap is reached, and raw a file that is there.
-A ratio of 1 means as fast as raw. CPU is that of this process, its control loop included. The last line is JSON.
+Each round writes and reads the same bytes both ways, in alternating order: as chunks through the tier, and raw, in one
+file with as many threads as the tier has, each with a chunk at a time. Both bypass the page cache (O_DIRECT), and
+nothing is synced. "write" makes new files; "replace" is a write to a tier whose cap is reached, and raw to an existing
+file. A ratio of 1 means as fast as raw. CPU time is this process's, with its control loop. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ ROUNDS = 7
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation with chunks of one size; medians of the rounds."""
+    """One operation with chunks of one size: medians over the rounds."""
 
     operation: str
     chunk_mib: float
     raw_gb_s: float
     gb_s: float
-    ratio: float  # of the rates, in the same round
+    ratio: float  # of the rates within a round
     raw_cpu_s_gb: float
     cpu_s_gb: float
 
@@ -85,7 +85,7 @@ class Bed(TierHost):
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
 
     def write(self) -> None:
-        """New chunks, in place of the last ones where those are still there."""
+        """Write new chunks, which replace the last ones if these are still there."""
         self._keys = [os.urandom(16) for _ in self._slots]
         chunks = [SimpleNamespace(slot=slot, layers=LAYERS) for slot in self._slots]
         copy: Any = SimpleNamespace(number=1, keys=self._keys, shards=1, chunks=chunks)
@@ -123,14 +123,14 @@ class Bed(TierHost):
 
 
 def seconds(call: Callable[[], None]) -> tuple[float, float]:
-    """How long it took, and how long cores were busy with it."""
+    """Run the call; return its wall time and its CPU time."""
     started_at, cpu_s = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - started_at, time.process_time() - cpu_s
 
 
 def rows(bed: Bed, chunk_mib: float) -> list[Row]:
-    """One row for writing, one for reading."""
+    """One row each for writing, reading and replacing."""
     calls = {
         "write": (bed.raw_write, bed.write),
         "read": (bed.raw_read, bed.read),

@@ -1,9 +1,8 @@
-"""Gather and scatter of KV pages against a plain copy of the same bytes: `python -m pdx.bench.store.pages`.
+"""Measures gather and scatter of KV pages against a plain copy: `python -m pdx.bench.store.pages`.
 
-128 MiB of pages in anonymous memory, as an engine has them, and 128 MiB of arena in /dev/shm. The arena begins with a
-page of memory. The engine's pages begin with one or, as torch allocates them, 64 bytes behind: how fast a copy is may
-depend on where source and target lie in pages of memory. A ratio of 1 means as fast as a plain copy. The last line is
-JSON.
+128 MiB of pages in anonymous memory, as in an engine, and 128 MiB of arena in /dev/shm. The arena starts on a page
+boundary of memory. The engine's pages start on one or, as torch allocates them, 64 bytes after it, since the speed of a
+copy may depend on that alignment. A ratio of 1 means as fast as a plain copy of the same bytes. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from pdx.memory.rope import Rope
 
 TOTAL_BYTES = 128 << 20
 PAGE_KIB = (16, 32, 64, 128)
-OFFSETS = (0, 64)  # of the engine's pages in pages of memory
+OFFSETS = (0, 64)  # bytes from a page boundary of memory to the engine's pages
 MEMORY_PAGE_BYTES = 4096
 RUN_BLOCKS = 8  # consecutive block ids in the allocation-like order
 REPEATS = 11
-GOALS = {1: 0.95, 2: 0.8}  # by threads; two are torch's
-SHARDS = 2  # that pages are cut into for engines of another tensor parallel size
+GOALS = {1: 0.95, 2: 0.8}  # by number of threads; with two, the plain copy is torch's
+SHARDS = 2  # per page, for engines of another tensor parallel size
 CUT_GOAL = 1 / 1.3  # of the rate of whole pages
 TURNED_GOAL = 0.7
 TURNED_HEAD, TURNED_TOKENS = 64, 128  # elements of a key, tokens of a page
@@ -46,7 +45,7 @@ TURNED_HEAD, TURNED_TOKENS = 64, 128  # elements of a key, tokens of a page
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured case; rates are of bytes copied, once counted."""
+    """One measured case. Rates count each copied byte once."""
 
     operation: str
     page_kib: int
@@ -59,14 +58,14 @@ class Row:
 
 
 def shared_memory(nbytes: int) -> Tensor:
-    """`nbytes` of /dev/shm like the arena's, as uint8; they go with the tensor, no file stays."""
+    """`nbytes` of /dev/shm like the arena's, as uint8; freed with the tensor, no file remains."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
 
 
 def block_order(order: str, num_blocks: int) -> Tensor:
-    """All block ids: shuffled one by one ("random"), or as shuffled runs ("runs") like a young block pool's."""
+    """All block ids, shuffled one by one ("random") or in runs ("runs"), like those of a young block pool."""
     run = {"random": 1, "runs": RUN_BLOCKS}[order]
     starts = list(range(0, num_blocks, run))
     random.Random(0).shuffle(starts)
@@ -81,7 +80,7 @@ def plain_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
 
 
 def cache_memory(nbytes: int, offset: int) -> Tensor:
-    """`nbytes` of anonymous memory, touched, which begins `offset` bytes behind the beginning of a page of memory."""
+    """`nbytes` of anonymous memory, touched, that start `offset` bytes after a page boundary of memory."""
     room = torch.full((nbytes + 2 * MEMORY_PAGE_BYTES,), 1, dtype=torch.uint8)
     start = -room.data_ptr() % MEMORY_PAGE_BYTES + offset
     return room[start : start + nbytes]
@@ -107,7 +106,7 @@ def cases(caches: Mapping[int, Tensor], arena: Tensor) -> Iterator[Row]:
 
 
 def cut_figures(cache: Tensor, arena: Tensor) -> Iterator[Figure]:
-    """Pages of which each shard has a slot of its own, against whole pages, on one thread."""
+    """Pages with a slot per shard, against whole pages, on one thread."""
     torch.set_num_threads(1)
     for page_kib in PAGE_KIB[1:]:
         num_blocks = TOTAL_BYTES // (page_kib << 10)
@@ -123,8 +122,8 @@ def cut_figures(cache: Tensor, arena: Tensor) -> Iterator[Figure]:
 
 
 def turned_figures(cache: Tensor, arena: Tensor) -> Iterator[Figure]:
-    """Scatter of keys that are turned to other positions, against plain scatter, on one thread. In the arena a moved
-    run begins within a page, as it mostly does; pages as vLLM packs them on CPUs with vector units, and token by token.
+    """Scatter of keys turned to other positions, against plain scatter, on one thread. The moved run starts within a
+    page of the arena, as most do. Pages are as vLLM packs them on CPUs with vector units, or token by token.
     """
     torch.set_num_threads(1)
     rope = Rope(tuple(1e5 ** (-2 * pair / TURNED_HEAD) for pair in range(TURNED_HEAD // 2)))
@@ -173,7 +172,7 @@ def main() -> None:
     publish("pages", title, [*figures(rows), *others], {"rows": [asdict(row) for row in rows]})
 
 
-COPIES = 5  # in one go, of memory that has just been in use
+COPIES = 5  # in a row, of memory just used
 CALM_S = 1.5  # engines poll for a second after their last step, and would share the core with the copy
 
 
@@ -188,7 +187,7 @@ class Memcpy:
         self._core = core
 
     def median_ms(self, nbytes: int) -> float:
-        """Of so many bytes, after a copy that is dropped because the target has lain idle."""
+        """Median time to copy `nbytes`, without the first copy, before which the target has lain idle."""
         time.sleep(CALM_S)
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {self._core})
