@@ -138,7 +138,7 @@ class SimulatedNode:
 
     def admit(self, name: str, request: Request, then: Callable[[Admitted, Sequence[bytes]], None]) -> None:
         """Ask for the request's blocks, and for room for the missing ones. `then` is called, now or later, with the
-        answer and the keys of the hits. Blocks with its content at other positions are used where they are more."""
+        answer and the keys of the hits. Blocks of the same content at other positions are used if they are more."""
 
         def answered(answer: Admitted) -> None:
             pieces = self._moved(request, answer.hits)
