@@ -126,6 +126,6 @@ def _request(record: dict[str, object]) -> Request:
         raise ValueError(f"each request has a time, and {at_ms} is none")
     if tokens < 1 or output < 0:
         raise ValueError("each request has at least a token, and no answer has fewer than none")
-    if not isinstance(ids, list) or any(type(each) is not int for each in ids) or len(set(ids)) != len(ids):
+    if not isinstance(ids, list) or not ids or any(type(each) is not int for each in ids) or len(set(ids)) != len(ids):
         raise ValueError("each request has a list of different numbers as hash_ids")
     return Request(at_ms / 1e3, tokens, output, [number.to_bytes(16, "big") for number in ids])

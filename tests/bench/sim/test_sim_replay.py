@@ -93,6 +93,7 @@ def test_what_is_kept_for_a_time_is_found_within_it():
         (['{"timestamp": 0}'], "KeyError"),
         (['{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}'], "at least a token"),
         (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1, 1]}'], "different numbers"),
+        (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": []}'], "different numbers"),
         (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [-1]}'], "OverflowError"),
         (['{"timestamp": Infinity, "input_length": 9, "output_length": 1, "hash_ids": [1]}'], "a time"),
         ([], "has no requests"),
