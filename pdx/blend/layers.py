@@ -4,6 +4,9 @@ CacheBlend (Yao et al., EuroSys 2025, https://arxiv.org/abs/2405.16444), section
 documents before it lacks their cross attention, which matters for few tokens, and much the same ones in each layer. The
 first layer's KV depends on no other token, so the second layer is computed for all tokens; those whose keys there are
 furthest from the given ones are recomputed in the layers behind it, fewer from layer to layer (gradual filtering).
+
+Unlike in the paper, how far a token's keys are counts by how much attention it gets, which recovers more at the same
+cost (docs/adr/0081-blending.md).
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from pdx.errors import LayoutError
 from pdx.memory.rope import rope_of
 
-WIDER = 1.5  # times the requested share, in the second layer; falls linearly to 0.5 times in the last one
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "mlp", "input_layernorm", "post_attention_layernorm")  # of a layer
+WIDER = 1.5  # times the requested share, in the second layer; falls linearly to 0.5 times in the last one
+_QUERIES = 128  # whose attention to all tokens is in memory at a time
 Select = Callable[[Tensor, int], Tensor]  # (deviations [n], how many) -> indices of so many
 
 
 def most(deviations: Tensor, count: int) -> Tensor:
-    """Where the keys are furthest from those that were given."""
+    """Where they are largest."""
     return deviations.topk(count).indices
 
 
@@ -66,6 +70,8 @@ def blended(
             deviations = (keys - kv[number, 0][None, :, rows]).pow(2).sum(dim=(0, 1, 3))
             out[number, 0, :, rows], out[number, 1, :, rows] = keys[0].to(out.dtype), values[0].to(out.dtype)
             if number:
+                if share < 1:
+                    deviations *= _attention(queries, out[number, 0], rows)[rows]
                 count = _count(share, number, len(layers), len(tokens) - known)
                 deviations[rows < known] = -1.0
                 if fresh is not None:
@@ -102,6 +108,17 @@ def _projected(layer: Any, hidden: Tensor, turns: tuple[Tensor, ...]) -> tuple[T
         each * cosines + torch.cat((-each[..., half:], each[..., :half]), dim=-1) * sines for each in found[:2]
     )
     return queries, keys, found[2]
+
+
+def _attention(queries: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+    """How much attention each token gets from these rows, over the number of tokens that can see it: [tokens]."""
+    count = keys.shape[1]
+    keys = keys.repeat_interleave(queries.shape[1] // len(keys), dim=0).mT * keys.shape[-1] ** -0.5
+    got = torch.zeros(count)
+    for some, at in zip(queries[0].split(_QUERIES, dim=1), rows.split(_QUERIES), strict=True):
+        scores = (some @ keys).masked_fill_(torch.arange(count) > at[:, None], -torch.inf)
+        got += scores.softmax(dim=-1).sum(dim=(0, 1))
+    return got / torch.arange(count, 0, -1)
 
 
 def _attended(layer: Any, hidden: Tensor, queries: Tensor, kv: Tensor, rows: Tensor) -> Tensor:

@@ -88,6 +88,24 @@ def test_what_is_known_is_not_chosen(model, tokens, apart):
     assert (chosen[0][DOCUMENT:] > 0).all()
 
 
+def test_a_tokens_deviation_counts_by_the_attention_that_it_gets(model, tokens, exact, apart):
+    chosen = []
+
+    def select(deviations, count):
+        chosen.append(deviations.clone())
+        return deviations.topk(count).indices
+
+    blended(model, tokens, apart, 0.5, select=select)
+    model.set_attn_implementation("eager")
+    try:
+        attention = model.model(input_ids=torch.tensor([tokens]), output_attentions=True).attentions[1]
+    finally:
+        model.set_attn_implementation("sdpa")
+    received = attention[0].sum(dim=(0, 1)) / torch.arange(TOKENS, 0, -1)
+    distances = (exact - apart)[1, 0].pow(2).sum(dim=(0, 2))
+    torch.testing.assert_close(chosen[0], distances * received, atol=1e-4, rtol=1e-3)
+
+
 def test_fresh_tokens_are_computed_in_each_layer(model, tokens, exact, apart):
     fresh = torch.zeros(TOKENS, dtype=torch.bool)
     fresh[20:24] = fresh[40:] = True
