@@ -142,6 +142,7 @@ def test_what_a_peer_has_on_its_disk_is_loaded_there_and_fetched(cluster_with_di
         assert look(a, KEYS[:4]) == 4
         assert look(a, KEYS[:4]) == 4
         assert cluster.counter("b", "disk_loaded") == 4
+        wait_until(lambda: cluster.is_quiet("b"), what="b knows that all of them have landed")
         assert look(a, KEYS[4:]) == 2, "what is loaded for peers at once is bounded, and those are not any more"
     assert cluster.counter("b", "wants_served") == 2
     cluster.settle("a")
