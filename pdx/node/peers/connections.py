@@ -122,11 +122,8 @@ class Connections:
     @property
     def address(self) -> str:
         """The address at which peers reach this node; empty: none."""
-        return (
-            self.roster.published_address(self._name, self._peer_socket.address)
-            if self._peer_socket is not None
-            else ""
-        )
+        socket = self._peer_socket
+        return self.roster.published_address(self._name, socket.address) if socket is not None else ""
 
     @property
     def _listening(self) -> PeerSocket:
