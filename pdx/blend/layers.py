@@ -69,6 +69,8 @@ def blended(
             queries, keys, values = _projected(layer, hidden, tuple(each[:, rows] for each in turns))
             deviations = (keys - kv[number, 0][None, :, rows]).pow(2).sum(dim=(0, 1, 3))
             out[number, 0, :, rows], out[number, 1, :, rows] = keys[0].to(out.dtype), values[0].to(out.dtype)
+            if number == len(layers) - 1:
+                break  # no layer follows that would need more of this one
             if number:
                 if share < 1:
                     deviations *= _attention(queries, out[number, 0], rows)[rows]
