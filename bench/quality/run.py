@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy
 import torch
@@ -16,7 +17,7 @@ from pdx.bench.quality.kinds import APART, Exact, Kind
 from pdx.bench.quality.model import Model
 from pdx.bench.quality.texts import Sample
 
-RECOVERED: dict[str, Callable[[str, float, str], Figure]] = {
+RECOVERED: dict[str, Callable[..., Figure]] = {
     "blended": partial(at_least, bound=0.6),
     "blended-at-random": partial(at_most, bound=0.25),
     "blended-whole": partial(at_least, bound=0.99),
@@ -80,16 +81,16 @@ def recovered(rows: Sequence[Row]) -> Iterator[Figure]:
     for name in {row.kind: None for row in rows} if lost else ():
         if name.startswith("blended"):
             pairs = [(lost[row.text], row.loss - row.exact_loss) for row in rows if row.kind == name]
-            before, after = (sum(each) for each in zip(*pairs, strict=True))
+            value, low, high = _interval(pairs, lambda drawn: 1 - drawn[..., 1].sum(-1) / drawn[..., 0].sum(-1))
             figure = RECOVERED.get(name, plain)
-            yield figure(f"{name}: of the loss recovered", 1 - after / before, "")
+            yield figure(f"{name}: of the loss recovered", value, "", note=f"95 %: {low:.4g} to {high:.4g}")
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, and both ends of its interval by resampling (bootstrap)."""
-    drawn = numpy.random.default_rng(0).choice(numpy.array(values), (RESAMPLES, len(values))).mean(axis=1)
-    low, high = numpy.quantile(drawn, (0.025, 0.975))
-    return float(numpy.mean(values)), float(low), float(high)
+def _interval(samples: Sequence[Any], of: Callable[[Any], Any] = lambda all: all.mean(-1)) -> list[float]:
+    """A statistic of the samples, by default their mean, and both ends of its interval by resampling (bootstrap)."""
+    known = numpy.array(samples)
+    drawn = of(numpy.random.default_rng(0).choice(known, (RESAMPLES, len(known))))
+    return [float(of(known)), *map(float, numpy.quantile(drawn, (0.025, 0.975)))]
 
 
 def _figure(name: str, interval: Iterable[float], bound: float | None, *, is_least: bool = False) -> Figure:

@@ -75,8 +75,9 @@ def turns(asked: Conversations) -> list[Turn]:
 def generate(asked: Conversations) -> Trace:
     """Generate a trace. A prompt is the session's history, as far as the window has room for it, and the question.
 
-    History is cut at block boundaries. Keys are chained, so a block's name has its place in the session and the cut.
-    With `moves`, the session's first block replaces the first block after the cut: a node finds nothing without it.
+    History is cut at block boundaries; where the question fills the window, up to a block of it goes, too. Keys are
+    chained, so a block's name has its place in the session and the cut. With `moves`, the session's first block
+    replaces the first block after the cut: a node finds nothing without it.
     """
     size, window = asked.block_tokens, asked.window
     histories: dict[int, tuple[int, int]] = {}  # session -> start and end of its history
