@@ -47,7 +47,7 @@ def run(plan: Plan) -> int:
     0: something was measured, and no answer was wrong. 130: SIGINT or SIGTERM came. 1: no system could be measured, or
     an answer was wrong.
     """
-    result = Result(**plan.begin())
+    result = Result(**plan.initial_fields())
     result.settings |= {"systems": list(plan.systems), "is_gather_beside": not is_cpu_build()}
     with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder:
         status = plan.carry_out(

@@ -90,7 +90,7 @@ class Breakdown(Measuring[Result, Turn]):
         self._texts: dict[tuple[str, int, int, int, int], str] = {}
 
     def run(self) -> None:
-        self._carry_out(order(self._settings, list(self._systems), all_at_once=self._fleet.holds_all))
+        self._run_turns(order(self._settings, list(self._systems), all_at_once=self._fleet.holds_all))
 
     def _amount(self, turn: Turn) -> float:
         return turn.concurrency * (turn.tokens + TOKEN_WEIGHT * self._settings.output_tokens)
@@ -104,7 +104,7 @@ class Breakdown(Measuring[Result, Turn]):
         seen = observer.observe(self._bodies.make(turn.system, turn.tokens, names))
         self._check(seen, turn)
         self._keep(turn, seen)
-        self._fleet.rest()  # no engine takes processor time while the reference is timed
+        self._fleet.pause_pollers()  # no engine takes processor time while the reference is timed
         nbytes = turn.tokens * int(self.result.model["kv_bytes_per_token"])
         self.result.copies.append(Copy(turn.round, nbytes, self._copy_ms(nbytes)))
         self._compare()

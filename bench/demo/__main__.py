@@ -165,7 +165,7 @@ def _timeline(running: PdxRunning, transfer: str, *, is_wired: bool) -> dict[str
     timeline: dict[str, Any] = {}
 
     def is_complete() -> bool:
-        timeline.update(running.told(transfer) or {})
+        timeline.update(running.transfer_record(transfer) or {})
         if timeline.get("mode") == "alone":
             return bool(timeline["outcome"])  # nothing is transferred
         parts = timeline["breakdown"]

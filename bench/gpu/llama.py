@@ -181,7 +181,7 @@ class Stage:
 
     def warm_handoffs(self) -> None:
         """Hand over prompts until one is loaded, because engines map the arena in the background."""
-        self._until(lambda: self._hand_over()[2]["loaded_tokens"], "no prompt is handed over")
+        self._wait_for(lambda: self._hand_over()[2]["loaded_tokens"], "no prompt is handed over")
 
     def warm_prefills(self) -> None:
 
@@ -191,10 +191,10 @@ class Stage:
             with connect(self._addresses[0]) as node:
                 return node.status().chunks.get("sealed", 0) > 0
 
-        self._until(is_saved, "no prompt is saved")
+        self._wait_for(is_saved, "no prompt is saved")
 
     @staticmethod
-    def _until(condition: Callable[[], Any], otherwise: str) -> None:
+    def _wait_for(condition: Callable[[], Any], otherwise: str) -> None:
         deadline = time.monotonic() + WARM_S
         while not condition():
             if time.monotonic() > deadline:

@@ -47,7 +47,7 @@ def run(plan: Plan) -> int:
     0: a system was measured, and no answer was wrong. 130: SIGINT or SIGTERM. 1: no system could be measured, or an
     answer was wrong.
     """
-    result = Result(**plan.begin())
+    result = Result(**plan.initial_fields())
     result.settings["targets"] = plan.targets
 
     def measure(progress: Shown) -> None:
@@ -80,7 +80,7 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
 
     def run(self) -> None:
         with whole(asyncio.Runner()) as self._runner:
-            self._carry_out(order(self._settings, list(self._plan.systems), all_at_once=self._fleet.holds_all))
+            self._run_turns(order(self._settings, list(self._plan.systems), all_at_once=self._fleet.holds_all))
 
     def _amount(self, turn: Turn) -> float:
         return 1.0

@@ -187,7 +187,7 @@ class LMCache(Plain):
             options=("--port", str(ports.prefill_side), "--http-port", str(ports.proxy), *here, *size, *modes),
             url=f"http://127.0.0.1:{ports.proxy}",
             health="/healthcheck",
-            leaves=(SHM / f"lmcache_l1_pool_{name}",) if modes else (),
+            leftovers=(SHM / f"lmcache_l1_pool_{name}",) if modes else (),
         )
 
     def settle(self, bed: Bed, servers: Servers) -> None:
@@ -263,9 +263,9 @@ class Nixl(Baseline):
         """
         for role, home in zip(("prefill", "decode"), bed.homes(), strict=True) if is_cpu_build() else ():
             if cores := home.get("VLLM_CPU_OMP_THREADS_BIND"):
-                bring_home(servers.pids(role), int(cores.split("|")[0].split(",")[0]))
+                bind_workers(servers.pids(role), int(cores.split("|")[0].split(",")[0]))
         if self._yields:
-            let_go_first(servers.pids("prefill", "decode"))
+            lower_pollers_priority(servers.pids("prefill", "decode"))
 
 
 def baselines() -> list[System]:
@@ -285,7 +285,7 @@ def _transfer(config: Mapping[str, Any]) -> tuple[str, str]:
 # ---- threads of other processes ---------------------------------------------------------------
 
 
-def bring_home(pids: Sequence[int], core: int) -> None:
+def bind_workers(pids: Sequence[int], core: int) -> None:
     """Bind the main thread of each vLLM worker among these processes to `core`."""
     for pid in pids:
         with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
@@ -293,14 +293,14 @@ def bring_home(pids: Sequence[int], core: int) -> None:
                 os.sched_setaffinity(pid, {core})
 
 
-def let_go_first(pids: Sequence[int]) -> list[int]:
+def lower_pollers_priority(pids: Sequence[int]) -> list[int]:
     """Give idle priority to the threads of these processes that are busy although no request is in flight.
 
     Takes `LOOK_S`; returns the ids of those threads.
     """
-    before = _seconds(pids)
+    before = _thread_cpu_s(pids)
     time.sleep(LOOK_S)
-    after = _seconds(pids)
+    after = _thread_cpu_s(pids)
     busy = [thread for thread, used_s in after.items() if used_s - before.get(thread, used_s) > BUSY_SHARE * LOOK_S]
     for thread in busy:
         with suppress(ProcessLookupError):
@@ -308,7 +308,7 @@ def let_go_first(pids: Sequence[int]) -> list[int]:
     return busy
 
 
-def _seconds(pids: Sequence[int]) -> dict[int, float]:
+def _thread_cpu_s(pids: Sequence[int]) -> dict[int, float]:
     ticks = os.sysconf("SC_CLK_TCK")
     found = {}
     for pid in pids:

@@ -32,7 +32,7 @@ class Fleet(Closing):
         self._max_engines = max_engines
         self._traces = traces
         self._running: dict[str, Running] = {}  # least recently used first
-        self._stopped: set[str] = set()  # the running systems that are paused
+        self._paused: set[str] = set()  # the running systems that are paused
 
     @property
     def holds_all(self) -> bool:
@@ -52,7 +52,7 @@ class Fleet(Closing):
         system = self._systems[name]
         if system.engines > self._max_engines:
             raise CannotRun(f"{name} has {system.engines} engines, and there is room for {self._max_engines}")
-        self.rest(but=name)
+        self.pause_pollers(but=name)
         running = self._running.get(name)
         if running is None:
             self._make_room(system.engines)
@@ -61,20 +61,20 @@ class Fleet(Closing):
         elif why := running.died():
             self._end(name)
             raise CannotRun(why)
-        elif name in self._stopped:
-            self._stopped.discard(name)
+        elif name in self._paused:
+            self._paused.discard(name)
             running.resume()
             time.sleep(AWAKE_S)
         self._running.pop(name, None)
         self._running[name] = running  # as the most recently used
         return running
 
-    def rest(self, but: str = "") -> None:
+    def pause_pollers(self, but: str = "") -> None:
         """Pause all systems that poll when idle, except `but`; the next `get` of a system resumes it."""
         for name, running in self._running.items():
             if name != but and self._systems[name].polls_idle:
                 running.pause()
-                self._stopped.add(name)
+                self._paused.add(name)
 
     def _make_room(self, engines: int) -> None:
         while sum(self._systems[name].engines for name in self._running) + engines > self._max_engines:
@@ -82,7 +82,7 @@ class Fleet(Closing):
             self._end(name)
 
     def _end(self, name: str) -> None:
-        self._stopped.discard(name)
+        self._paused.discard(name)
         self._running.pop(name).close()
 
     def close(self) -> None:

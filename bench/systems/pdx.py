@@ -131,7 +131,7 @@ class PdxAlone(Plain):
             typed="pdx node",
             options=("--arena", bed.arena),
             url=f"ipc://{socket}",
-            leaves=(socket,),
+            leftovers=(socket,),
         )
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
@@ -187,20 +187,20 @@ class PdxRunning(Running):
         """Wait until the nodes know the engines' addresses, and the proxy knows the nodes; until then it serves prompts
         in another way. :raises CannotRun: this takes longer than `ANNOUNCED_S`."""
         self.prefill_url, self.decode_url = (
-            self._until(lambda role=role: self._engine(role), f"no node learned the {role} engine's address")  # type: ignore[misc]
+            self._wait_for(lambda role=role: self._engine_url(role), f"no node learned the {role} engine's address")  # type: ignore[misc]
             for role in ("prefill", "decode")
         )
-        self._until(self._reports, "the proxy heard of no node")
+        self._wait_for(self._known_nodes, "the proxy heard of no node")
 
-    def _reports(self) -> str:
+    def _known_nodes(self) -> str:
         nodes = json.loads(web.get(f"{self.url}/health"))["nodes"]
         return str(nodes) if nodes >= (1 if self._is_one_node else 2) else ""
 
-    def _engine(self, role: str) -> str:
+    def _engine_url(self, role: str) -> str:
         node = "node" if self._is_one_node else role
         return next((one.url for one in self.status(node).attached if one.role == role and one.url), "")
 
-    def _until(self, ask: Callable[[], str], what: str) -> str:
+    def _wait_for(self, ask: Callable[[], str], what: str) -> str:
         deadline = time.monotonic() + ANNOUNCED_S
         while not (answer := ask()):
             if time.monotonic() > deadline:
@@ -208,13 +208,13 @@ class PdxRunning(Running):
             time.sleep(POLL_S)
         return answer
 
-    def told(self, transfer: str) -> dict[str, Any] | None:
+    def transfer_record(self, transfer: str) -> dict[str, Any] | None:
         """All that the proxy knows of a transfer so far; None: nothing."""
         found = web.known(f"{self._admin_url}/pdx/requests/{transfer}")
         return None if found is None else msgspec.json.decode(found, type=dict[str, Any])
 
     def timeline(self, transfer: str) -> list[Moment] | None:
-        found = self.told(transfer)
+        found = self.transfer_record(transfer)
         return None if found is None else msgspec.convert(found["moments"], list[Moment])
 
     def status(self, node: str) -> NodeStatus:

@@ -86,7 +86,7 @@ class Measuring(ABC, Generic[_Result, _Turn]):
     def _has(self, system: str) -> bool:
         """Whether the result has measurements of this system."""
 
-    def _carry_out(self, turns: Sequence[_Turn]) -> None:
+    def _run_turns(self, turns: Sequence[_Turn]) -> None:
         """Measure all turns; after an interruption `result` has the measurements until then.
 
         A system that cannot be started or stops answering is named in `result.not_run`, and the others continue.
@@ -94,23 +94,23 @@ class Measuring(ABC, Generic[_Result, _Turn]):
         self._watcher.begin(sum(map(self._amount, turns)))
         for turn in turns:
             self._watcher.now(str(turn))
-            said = "left out" if turn.system in self.result.not_run else self._take(turn)
-            self._watcher.done(self._amount(turn), f"{turn}: {said}")
+            remark = "left out" if turn.system in self.result.not_run else self._run_turn(turn)
+            self._watcher.done(self._amount(turn), f"{turn}: {remark}")
         self.result.is_complete = True
         self.result.save(self._path)
 
-    def _take(self, turn: _Turn) -> str:
+    def _run_turn(self, turn: _Turn) -> str:
         try:
             if turn.system not in self._fleet.running:
                 self._watcher.now(f"starting {turn.system}")
-            said = self._measure(turn, self._fleet.get(turn.system))
+            remark = self._measure(turn, self._fleet.get(turn.system))
         except (AskFailed, PdxError, OSError, aiohttp.ClientError) as error:
             why = f"stopped answering ({turn}): {error}" if self._has(turn.system) else str(error)
             self.result.not_run[turn.system] = why
             self._watcher.note(f"{turn.system} is left out from here on: {why}")
-            said = "failed"
+            remark = "failed"
         self.result.save(self._path)
-        return said
+        return remark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class Plan:
     out: Path
     facts: Mapping[str, object] = field(default_factory=dict)  # more settings, for the result
 
-    def begin(self) -> dict[str, Any]:
+    def initial_fields(self) -> dict[str, Any]:
         """The fields of a result that are known before anything is measured."""
         bed = self.bed
         settings = {"flags": list(bed.flags), "arena": bed.arena, "environment": bed.env}

@@ -157,7 +157,7 @@ class Command:
     url: str
     env: dict[str, str] = field(default_factory=dict)
     health: str = "/health"  # answers 200 when ready; instead, `ipc://` accepts a client, `tcp://` listens
-    leaves: tuple[Path, ...] = ()  # files that stay behind if it is killed
+    leftovers: tuple[Path, ...] = ()  # files that stay behind if it is killed
 
     def line(self) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
@@ -184,7 +184,7 @@ class Servers:
     def __init__(self, logs: Path, grace_s: float = guard.GRACE_S) -> None:
         """`grace_s`: how long the processes may take to end by themselves."""
         self._stack = ExitStack()
-        self._leavings: list[Path] = []
+        self._leftovers: list[Path] = []
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
         for log in logs.glob("*.log"):
@@ -197,7 +197,7 @@ class Servers:
         :raises CannotRun: a server ended, an engine failed, or a server is not ready within `timeout_s`.
         """
         self._processes.stage()
-        self._leavings += [path for command in commands for path in command.leaves]
+        self._leftovers += [path for command in commands for path in command.leftovers]
         started = [
             self._processes.start(
                 command.name,
@@ -213,16 +213,16 @@ class Servers:
             for process in started:
                 self._check(process, deadline, timeout_s)
             if failed:
-                raise CannotRun(f"{failed}: {decisive(self._logs)}")
+                raise CannotRun(f"{failed}: {decisive_line(self._logs)}")
             failed = self._failed_engine()  # reported in the next round: the worker may log the cause later
             time.sleep(LOOK_S)
 
     def _check(self, process: Process, deadline: float, timeout_s: float) -> None:
         state = process.look()
         if state is ProcessState.DIED:
-            raise CannotRun(f"{process.name} ended with status {process.exit_status}: {decisive(self._logs)}")
+            raise CannotRun(f"{process.name} ended with status {process.exit_status}: {decisive_line(self._logs)}")
         if state is ProcessState.STARTING and time.monotonic() > deadline:
-            last = decisive(self._logs)
+            last = decisive_line(self._logs)
             raise CannotRun(f"{process.name} was not ready within {timeout_s:.0f} s; it said last: {last}")
 
     def _failed_engine(self) -> str:
@@ -249,7 +249,7 @@ class Servers:
 
     def died(self) -> str:
         for process in self._processes.look():
-            return f"{process.name} ended with status {process.exit_status}: {decisive(self._logs)}"
+            return f"{process.name} ended with status {process.exit_status}: {decisive_line(self._logs)}"
         return ""
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class Servers:
         with undisturbed():
             self.signal(signal.SIGCONT)
             self._stack.close()
-            for path in self._leavings:
+            for path in self._leftovers:
                 path.unlink(missing_ok=True)
 
 
@@ -286,7 +286,7 @@ def _listens(url: str) -> bool:
     return True
 
 
-def decisive(logs: Path) -> str:
+def decisive_line(logs: Path) -> str:
     """The log line in this folder that says why: a worker's error, else the last exception, else the last line."""
     raised, last = "", ""
     for log in sorted(logs.glob("*.log"), key=lambda log: log.stat().st_mtime):

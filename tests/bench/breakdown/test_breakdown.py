@@ -37,14 +37,14 @@ class Watcher:
         self.lines.append(line)
 
 
-class Resting(Fleet):
+class CountingFleet(Fleet):
     """Counts how often nobody was to take processor time."""
 
-    num_rests = 0
+    num_pauses = 0
 
-    def rest(self, but=""):
-        self.num_rests += not but
-        super().rest(but)
+    def pause_pollers(self, but=""):
+        self.num_pauses += not but
+        super().pause_pollers(but)
 
 
 class Run:
@@ -65,7 +65,7 @@ class Run:
             (self._folder / name).mkdir(mode=0o700)
             trace.switch(self._folder / name, True)
         engines = 5 if self._holds_all else 2
-        fleet = self.fleet = Resting(None, list(self.systems.values()), engines, traces=self._folder)
+        fleet = self.fleet = CountingFleet(None, list(self.systems.values()), engines, traces=self._folder)
         result = Result(machine={}, model={"kv_bytes_per_token": 8}, settings={}, systems={}, not_run={})
         try:
             Breakdown(
@@ -102,7 +102,7 @@ def test_a_whole_run(folder):
     assert {request.is_same for request in result.requests if request.system == "plain"} == {None}
     assert [copy.nbytes for copy in result.copies] == ([20 * 8] * 6 + [50 * 8] * 6) * 2
     assert run.copies == [copy.nbytes for copy in result.copies]
-    assert run.fleet.num_rests == len(run.copies)  # nobody takes time meanwhile
+    assert run.fleet.num_pauses == len(run.copies)  # nobody takes time meanwhile
     assert run.watcher.reached == run.watcher.planned > 0
 
 
