@@ -71,7 +71,7 @@ def run(name: str, root: Path = ROOT) -> dict[str, float] | None:
     return {figure["name"]: figure["value"] for figure in json.loads(written.read_text())["figures"]}
 
 
-def beside(names: list[str], before: Path, rounds: int) -> int:
+def compare_checkouts(names: list[str], before: Path, rounds: int) -> int:
     """Alternate each bench between here and `before`; show each figure's median ratio. Returns 1 if a run failed."""
     failed = 0
     for name in names:
@@ -155,7 +155,7 @@ def main() -> int:
         parser.error(f"no such bench: {', '.join(sorted(unknown))}")
     names = options.names or [name for name in BENCHES if not (options.before and name == "handoff")]
     if options.before:
-        return beside(names, options.before, options.rounds)
+        return compare_checkouts(names, options.before, options.rounds)
     failed = [name for name in names if not run(name)]
     fill_numbers()
     for name in failed:

@@ -11,7 +11,7 @@ from pdx.bench.breakdown import parts
 from pdx.bench.breakdown.parts import Clock
 from pdx.bench.breakdown.records import Engines, Parts
 from pdx.bench.harness import interrupts
-from pdx.bench.harness.ask import Answer, ask, at_once, session
+from pdx.bench.harness.ask import Answer, ask, gather_or_cancel, session
 from pdx.bench.systems import engine_metrics
 from pdx.bench.systems.engine_metrics import Watch
 from pdx.telemetry import trace
@@ -33,7 +33,7 @@ async def together(url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> li
     :raises AskFailed: a request was not answered; the others are then canceled.
     """
     async with session() as client:
-        return await at_once(ask(client, url, body, name) for name, body in bodies)
+        return await gather_or_cancel(ask(client, url, body, name) for name, body in bodies)
 
 
 @dataclass(frozen=True, slots=True)

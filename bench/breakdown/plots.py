@@ -10,7 +10,7 @@ from typing import Any
 
 from pdx.bench.breakdown.figures import COPIES, EXTRA_MS
 from pdx.bench.breakdown.records import Part, Request, Result, Trace
-from pdx.bench.harness.plot_style import PARTS, Sheet, looks, on_machine, require_matplotlib
+from pdx.bench.harness.plot_style import PARTS, Sheet, line_styles, on_machine, require_matplotlib
 
 BEFORE = ("queue", "prefill")  # left out of the right-hand bars
 LANES = {"prefill": 0.02, "gather": 0.06, "wire": 0.37, "scatter": 0.68}  # offsets; all but prefill are 0.3 high
@@ -74,7 +74,7 @@ def draw_bars(result: Result, path: Path) -> Path | None:
     if not found:
         return None
     lengths = sorted({tokens for _, tokens in found})
-    rows = {each: [name for name in looks({s for s, t in found if t == each})] for each in lengths}
+    rows = {each: [name for name in line_styles({s for s, t in found if t == each})] for each in lengths}
     title = "Where a request's time goes, to the decode engine's first token; hatched: beside prefill, nobody waited"
     sheet = Sheet(title, [0.5 * len(rows[tokens]) + 0.3 for tokens in lengths], columns=2)
     kv_bytes = int(result.model.get("kv_bytes_per_token") or 0)
@@ -116,7 +116,7 @@ def draw_shares(result: Result, path: Path, title: str, values: Values) -> Path 
         return None
     lengths, loads = (sorted({point[index] for point in points}) for index in (0, 1))
     sheet = Sheet(f"{title}, as the client sees it: share of values up to x", [2.6] * len(lengths), columns=len(loads))
-    styles = looks({each.system for each in result.requests})
+    styles = line_styles({each.system for each in result.requests})
     for tokens, concurrency in points:
         title = f"{tokens:,} tokens, {concurrency} at once" if concurrency > 1 else f"{tokens:,} tokens, alone"
         axes = sheet.at(lengths.index(tokens), loads.index(concurrency), title, "ms")
@@ -137,7 +137,7 @@ def draw_load(result: Result, path: Path) -> Path | None:
     if not lengths:
         return None
     sheet = Sheet("Latency while more requests run at the same time", [2.4] * len(lengths), columns=2)
-    styles = looks({each.system for each in result.requests})
+    styles = line_styles({each.system for each in result.requests})
     kinds: tuple[tuple[str, Callable[[Request], float | None]], ...] = (
         ("mean TTFT", lambda each: each.ttft_ms),
         ("mean ITL", lambda each: each.mean_itl_ms),

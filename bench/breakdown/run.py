@@ -16,9 +16,9 @@ from pdx.bench.breakdown.figures import figures
 from pdx.bench.breakdown.plots import draw_all
 from pdx.bench.breakdown.records import Parts, Request, Result
 from pdx.bench.breakdown.turns import Breakdown
-from pdx.bench.harness.interrupts import undisturbed
+from pdx.bench.harness.interrupts import deferred_signals
 from pdx.bench.harness.plot_style import PARTS
-from pdx.bench.harness.progress import Shown
+from pdx.bench.harness.progress import ProgressBar
 from pdx.bench.harness.prompts import Bodies, Prompts
 from pdx.bench.harness.report import console, publish
 from pdx.bench.systems import plan as systems_plan
@@ -58,7 +58,7 @@ def run(plan: Plan) -> int:
     return status or int(not result.requests or is_wrong)
 
 
-def _measure(plan: Plan, result: Result, folder: Path, progress: Shown) -> None:
+def _measure(plan: Plan, result: Result, folder: Path, progress: ProgressBar) -> None:
     from pdx.bench.store.pages import Memcpy
 
     for name, system in plan.systems.items():
@@ -78,12 +78,12 @@ def _measure(plan: Plan, result: Result, folder: Path, progress: Shown) -> None:
             fleet=fleet,
             bodies=Bodies(prompts, plan.bed.served_name, plan.settings.output_tokens),
             traces=folder,
-            watcher=progress,
+            progress=progress,
             copy_ms=memcpy.median_ms,
             is_gather_beside=not is_cpu_build(),
         ).run()
     finally:
-        with undisturbed():
+        with deferred_signals():
             fleet.close()
 
 

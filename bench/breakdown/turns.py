@@ -20,7 +20,7 @@ from pdx.bench.harness.prompts import Bodies
 from pdx.bench.systems.plan import Measuring
 
 if TYPE_CHECKING:
-    from pdx.bench.harness.progress import Shown
+    from pdx.bench.harness.progress import ProgressBar
     from pdx.bench.systems.fleet import Fleet
     from pdx.bench.systems.system import Running, System
 
@@ -75,11 +75,11 @@ class Breakdown(Measuring[Result, Turn]):
         fleet: Fleet,
         bodies: Bodies,
         traces: Path,
-        watcher: Shown,
+        progress: ProgressBar,
         copy_ms: Callable[[int], float],
         is_gather_beside: bool,
     ) -> None:
-        super().__init__(result, path, fleet, watcher)
+        super().__init__(result, path, fleet, progress)
         self._settings = settings
         self._systems = systems
         self._bodies = bodies
@@ -120,7 +120,7 @@ class Breakdown(Measuring[Result, Turn]):
         observer = Observer(system, running, traces, is_gather_beside=self._is_gather_beside)
         tokens, together = max(self._settings.tokens), max(self._settings.concurrency)
         for number in range(self._settings.warmups):
-            self._watcher.now(f"warming up {name}, {number + 1} of {self._settings.warmups}")
+            self._progress.set_status(f"warming up {name}, {number + 1} of {self._settings.warmups}")
             observer.observe(self._bodies.make(name, tokens, [f"warm {number} {index}" for index in range(together)]))
         self._observers[name] = (running, observer)
         return observer

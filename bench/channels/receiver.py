@@ -45,7 +45,7 @@ class Receiver:
     def __init__(self, scheme: str, path: Path, nbytes: int) -> None:
         self.path = path
         self._child = Child("pdx.bench.channels.receiver", scheme, str(path), str(nbytes))
-        told = self._child.heard()
+        told = self._child.receive()
         self.raw_detail = bytes.fromhex(told["raw"])
         self.remote = msgspec.msgpack.decode(bytes.fromhex(told["remote"]), type=RemoteRegion)
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from pdx.bench.demo.outcome import AUTO, Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import WORKLOADS, Request, Workload
 from pdx.bench.harness import tiny_llama
-from pdx.bench.harness.ask import Answer, AskFailed, ask, at_once, session
+from pdx.bench.harness.ask import Answer, AskFailed, ask, gather_or_cancel, session
 from pdx.bench.harness.real_models import smollm2
 from pdx.bench.harness.report import SCRATCH, console, replace_file
 from pdx.bench.systems import engine_metrics
@@ -92,7 +92,7 @@ def ask_at_once(url: str, requests: Sequence[Request]) -> list[Answer]:
     async def together() -> list[Answer]:
         async with session() as http:
             asked = (ask(http, url, each.body, secrets.token_hex(8), path=each.path) for each in requests)
-            return await at_once(asked)
+            return await gather_or_cancel(asked)
 
     return asyncio.run(together())
 

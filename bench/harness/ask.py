@@ -90,7 +90,7 @@ async def ask(
     return stream.answer(sent_ns, transfer, request_id)
 
 
-async def at_once(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """All results; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:

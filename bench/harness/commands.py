@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from pdx.bench.harness.interrupts import Interrupts, Steps
-from pdx.bench.harness.lists import BYTE_SIZES, NAMES, counts, listed
+from pdx.bench.harness.lists import BYTE_SIZES, NAMES, comma_separated, counts
 from pdx.bench.harness.report import Figure, ResultFile, console, show_figures
 from pdx.cli.node import check_channels
 from pdx.cli.options import FOLDER, option
@@ -156,7 +156,7 @@ def _depth(word: str) -> int:
 @click.command()
 @option("--channel", "channels", multiple=True, metavar="NAME", help="Only this one; repeatable. [default: all]")
 @option("--sizes", default="4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB", type=BYTE_SIZES, help="Bytes in a message.")
-@option("--in-flight", default="1,8", type=listed(_depth), help="Messages sent before one is over.")
+@option("--in-flight", default="1,8", type=comma_separated(_depth), help="Messages sent before one is over.")
 @option("--repeats", default=7, type=click.IntRange(1, 1000), help="Rounds; medians are shown.")
 @option("--raw/--no-raw", default=True, help="Call the technology underneath directly, too.")
 @option("--memory", default="256MiB", metavar="SIZE", help="Each side walks through so much.")

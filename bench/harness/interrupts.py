@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-from pdx.bench.harness.progress import Shown
+from pdx.bench.harness.progress import ProgressBar
 
 _T = TypeVar("_T")
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -24,7 +24,7 @@ class Interrupts:
     """A context in which the first of these signals raises KeyboardInterrupt; later ones do not disturb the cleanup."""
 
     def __init__(self) -> None:
-        self._came = False
+        self._was_received = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -35,8 +35,8 @@ class Interrupts:
         _restore(self._before)
 
     def _take(self, _number: int, _frame: FrameType | None) -> None:
-        if not self._came:
-            self._came = True
+        if not self._was_received:
+            self._was_received = True
             raise KeyboardInterrupt
 
 
@@ -55,13 +55,13 @@ def run(coroutine: Coroutine[Any, Any, _T], *, by: Callable[[Coroutine[Any, Any,
         for task in running:
             task.get_loop().call_soon_threadsafe(task.cancel)  # this also wakes a loop that waits for sockets
 
-    with undisturbed(cancel) as came:
+    with deferred_signals(cancel) as received:
 
         async def cancellable() -> _T:
             task = asyncio.current_task()
             assert task is not None
             running.append(task)
-            if came:
+            if received:
                 task.cancel()
             try:
                 return await coroutine
@@ -72,43 +72,43 @@ def run(coroutine: Coroutine[Any, Any, _T], *, by: Callable[[Coroutine[Any, Any,
 
 
 @contextlib.contextmanager
-def whole(context: AbstractContextManager[_T]) -> Iterator[_T]:
+def shielded(context: AbstractContextManager[_T]) -> Iterator[_T]:
     """Enter and leave `context` undisturbed: a signal during its start would leave a process behind.
 
     Signals take effect right afterwards, so `context` must have its own deadlines.
     """
     stack = ExitStack()
     try:
-        with undisturbed():
+        with deferred_signals():
             entered = stack.enter_context(context)
         yield entered
     finally:
-        with undisturbed():
+        with deferred_signals():
             stack.close()
 
 
 @contextlib.contextmanager
-def undisturbed(first: Callable[[], object] = lambda: None) -> Iterator[list[int]]:
+def deferred_signals(first: Callable[[], object] = lambda: None) -> Iterator[list[int]]:
     """Signals take effect when this context ends: its body must have its own deadlines.
 
     Yields the signals received so far; `first` is called on the first of them.
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def take(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) == 1:
+        received.append(number)
+        if len(received) == 1:
             first()
 
     before = {number: signal.getsignal(number) for number in _NUMBERS}
     try:
         for number in _NUMBERS:
             signal.signal(number, take)
-        yield came
+        yield received
     finally:
         _restore(before)
-        if came:
-            signal.raise_signal(came[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
@@ -116,7 +116,7 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
         signal.signal(number, handler)
 
 
-class Steps(Shown):
+class Steps(ProgressBar):
     """A context for a measurement. SIGINT and SIGTERM end it without an error; see `was_interrupted`.
 
     For the main thread.
@@ -130,10 +130,10 @@ class Steps(Shown):
         self._interrupts = Interrupts()
 
     def step(self, name: str) -> None:
-        self.done(min(self._at, 1))
+        self.advance(min(self._at, 1))
         self._at += 1
         if self.is_terminal:
-            self.now(name)
+            self.set_status(name)
         else:
             self.say(f"[{self._at}/{self._total}] {name}")
 

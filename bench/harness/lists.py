@@ -13,7 +13,7 @@ from pdx.errors import ConfigError
 _P = TypeVar("_P")
 
 
-def listed(one: Callable[[str], object]) -> Callable[[Any], tuple[Any, ...]]:
+def comma_separated(one: Callable[[str], object]) -> Callable[[Any], tuple[Any, ...]]:
     """A type for click: comma-separated values, without duplicates, in order; an empty text is an empty list.
 
     `one` converts a word; the message of its ConfigError or ValueError is shown to the user.
@@ -40,10 +40,10 @@ def counts(least: int = 1) -> Callable[[Any], tuple[int, ...]]:
             raise ValueError(f"{word!r} is not a whole number from {least} on; write for example 1,8,64")
         return int(word)
 
-    return listed(one)
+    return comma_separated(one)
 
 
-NAMES, BYTE_SIZES = listed(str), listed(parse_bytes)  # such as shm,tcp and 64KiB,1MiB
+NAMES, BYTE_SIZES = comma_separated(str), comma_separated(parse_bytes)  # such as shm,tcp and 64KiB,1MiB
 
 
 def in_turns(

@@ -59,7 +59,7 @@ def one_node(arena_bytes: int, **settings: Any) -> Iterator[str]:
         yield address
 
 
-class Asking:
+class TimedClient:
     """A client using the engines' own connection, with the duration of each timed answer."""
 
     def __init__(self, connection: Connection) -> None:
@@ -90,12 +90,12 @@ class Asking:
 
 
 @contextlib.contextmanager
-def asking(address: str) -> Iterator[Asking]:
+def timed_client(address: str) -> Iterator[TimedClient]:
     """A client of that node. :raises NodeUnavailable: it does not answer."""
     with Connection(address, Hello(VERSION, os.getpid(), "client", name="bench")) as connection:
         if not connection.attach(ATTACH_S):
             raise NodeUnavailable(f"the node at {address} does not answer within {ATTACH_S:g} s")
-        yield Asking(connection)
+        yield TimedClient(connection)
 
 
 @contextlib.contextmanager
@@ -144,13 +144,13 @@ class Child:
             text=True,
         )
 
-    def tell(self, value: Any) -> None:
+    def send(self, value: Any) -> None:
         """Send it one line of JSON."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()
 
-    def heard(self) -> Any:
+    def receive(self) -> Any:
         """Its next line. :raises RuntimeError: it has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -158,11 +158,11 @@ class Child:
             raise RuntimeError(f"{self._module} ended with {self.process.wait(TIMEOUT_S)}")
         return json.loads(line)
 
-    def last(self) -> Any:
+    def finish(self) -> Any:
         """Its output after its standard input is closed."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return self.heard()
+        return self.receive()
 
     def close(self) -> None:
         """Close its pipes and wait for its end; kill it if it does not end by itself. Idempotent."""

@@ -34,7 +34,7 @@ FAMILIES = {
 }
 
 
-def looks(names: Collection[str]) -> dict[str, dict[str, str]]:
+def line_styles(names: Collection[str]) -> dict[str, dict[str, str]]:
     """Color and dashes of each line, in the fixed order of systems: PDX, pairs, engines that keep KV, others."""
     found: dict[str, dict[str, str]] = {}
     for family, colours in FAMILIES.items():

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 SPEED_S = 3600.0  # the remaining time is estimated from the last stretch of this length
 
 
-class Shown:
+class ProgressBar:
     """A context that shows a progress bar on standard error, if that is a terminal; standard output has only results.
 
     For one thread. Amounts of work have no unit. The bar is redrawn only on calls: a drawing thread would take CPU time
@@ -41,13 +41,13 @@ class Shown:
         self._bar.reset(self._task, total=amount, description=what)
         self._bar.refresh()
 
-    def now(self, what: str) -> None:
+    def set_status(self, what: str) -> None:
         self._bar.update(self._task, description=what)
         self._bar.refresh()
         if not self.is_terminal and what.startswith(("starting", "warming", "the ")):
             self.note(what)
 
-    def done(self, amount: float, line: str = "") -> None:
+    def advance(self, amount: float, line: str = "") -> None:
         """Record finished work and its result."""
         self._bar.update(self._task, advance=amount)
         self._bar.refresh()

@@ -23,7 +23,7 @@ def get(url: str, timeout_s: float = ANSWER_S) -> bytes:
         return body
 
 
-def known(url: str) -> bytes | None:
+def get_or_none(url: str) -> bytes | None:
     """A proxy's answer at `url`; None: it does not know (404)."""
     try:
         return get(url)

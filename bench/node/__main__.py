@@ -14,7 +14,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-from pdx.bench.harness.nodes import Asking, asking, one_node
+from pdx.bench.harness.nodes import TimedClient, one_node, timed_client
 from pdx.bench.harness.report import Figure, at_most, plain, publish
 from pdx.memory.arena import Arena
 from pdx.store.chunk import Claim
@@ -36,13 +36,13 @@ def new_keys(count: int) -> list[bytes]:
     return [os.urandom(16) for _ in range(count)]
 
 
-def with_node(arena_bytes: int, work: Callable[[Asking], None]) -> dict[str, list[float]]:
-    with one_node(arena_bytes) as address, asking(address) as client:
+def with_node(arena_bytes: int, work: Callable[[TimedClient], None]) -> dict[str, list[float]]:
+    with one_node(arena_bytes) as address, timed_client(address) as client:
         work(client)
         return client.times
 
 
-def on_fresh_arena(client: Asking) -> None:
+def on_fresh_arena(client: TimedClient) -> None:
     """Lookups of present and missing chunks, and reservations in free room."""
     hits = new_keys(KEYS)
     client.seal(hits, CHUNK_BYTES, LAYERS)
@@ -68,7 +68,7 @@ def on_fresh_arena(client: Asking) -> None:
         client.call(Abort(reserved.granted_slots))
 
 
-def on_full_arena(client: Asking) -> None:
+def on_full_arena(client: TimedClient) -> None:
     """Reservations that have to evict as much as they reserve."""
     for _ in range(FULL_CHUNKS // KEYS):
         client.seal(new_keys(KEYS), CHUNK_BYTES, LAYERS)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from pdx.bench.harness import interrupts
-from pdx.bench.harness.ask import Answer, AskFailed, ask, at_once, completion, session
+from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, gather_or_cancel, session
 from pdx.bench.harness.commands import Step
 from pdx.bench.harness.report import Figure, at_most, plain
 from pdx.bench.harness.timing import CpuClock, Spread, spread_ms
@@ -133,7 +133,7 @@ class _Load:
         url = self._stage.decode_url if front is None else front.url
         left = iter(range(count))
         clients = min(self._case.concurrency, count)
-        return sum(await at_once(self._client(http, url, left) for _ in range(clients)), [])
+        return sum(await gather_or_cancel(self._client(http, url, left) for _ in range(clients)), [])
 
     async def _client(self, http: aiohttp.ClientSession, url: str, left: Iterator[int]) -> list[Answer]:
         """Send requests one after the other while any are `left`."""

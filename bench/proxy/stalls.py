@@ -90,7 +90,7 @@ class Bench:
         pingers = [Child("pdx.bench.proxy.stalls", url) for url in (self._made.decode_url, self._made.proxy.url)]
         try:
             for pinger in pingers:
-                await asyncio.to_thread(pinger.heard)
+                await asyncio.to_thread(pinger.receive)
             await asyncio.sleep(0.5)
             folder = Path(f"/proc/{self._made.proxy.pid}")
             (folder / "clear_refs").write_text("5")  # reset the peak
@@ -100,7 +100,7 @@ class Bench:
             lines = (folder / "status").read_text().splitlines()
             peak_mb = next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM"))
             await asyncio.sleep(0.2)
-            direct, through = (max(pinger.last()) for pinger in pingers)
+            direct, through = (max(pinger.finish()) for pinger in pingers)
         finally:
             for pinger in pingers:
                 pinger.close()

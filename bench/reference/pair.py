@@ -34,14 +34,14 @@ class EngineProcess:
 
     def send(self, verb: str, **arguments: Any) -> None:
         """Send an order: a method of `_Orders` and its arguments."""
-        self._child.tell([verb, arguments])
+        self._child.send([verb, arguments])
 
     def result(self) -> Any:
         """Wait for the result of the oldest order whose result was not yet returned.
 
         :raises RuntimeError: the order failed, or the process is gone.
         """
-        answer = self._child.heard()
+        answer = self._child.receive()
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer["result"]

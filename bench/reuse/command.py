@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdx.bench.harness.lists import NAMES, listed
+from pdx.bench.harness.lists import NAMES, comma_separated
 from pdx.cli.options import FOLDER, Sectioned, option
 from pdx.errors import ConfigError
 
@@ -33,7 +33,7 @@ def _above_0(word: str) -> float:
     return value
 
 
-NUMBERS = listed(_above_0)
+NUMBERS = comma_separated(_above_0)
 
 
 @click.command(

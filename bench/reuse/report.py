@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from pdx.bench.harness.plot_style import Sheet, looks, on_machine
+from pdx.bench.harness.plot_style import Sheet, line_styles, on_machine
 from pdx.bench.harness.report import ResultFile, console
 from pdx.bench.reuse.figures import (
     PERCENTILES,
@@ -113,7 +113,7 @@ def _cells(points: list[Point]) -> list[str]:
 def draw(result: Result, path: Path) -> Path | None:
     """Draw the picture at `path`; None: nothing was measured but single requests (`ALONE`)."""
     loaded = [point for point in result.points if point.load not in ALONE]
-    styles = looks({point.system for point in loaded} & set(systems_of(result)))
+    styles = line_styles({point.system for point in loaded} & set(systems_of(result)))
     workloads = [each for each in result.settings["workloads"] if any(p.workload == each for p in result.points)]
     if not styles:
         return None

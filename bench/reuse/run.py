@@ -13,9 +13,9 @@ import aiohttp
 import msgspec
 
 from pdx.bench.harness import interrupts
-from pdx.bench.harness.ask import AskFailed, ask, at_once, completion, session
-from pdx.bench.harness.interrupts import undisturbed, whole
-from pdx.bench.harness.progress import Shown
+from pdx.bench.harness.ask import AskFailed, ask, completion, gather_or_cancel, session
+from pdx.bench.harness.interrupts import deferred_signals, shielded
+from pdx.bench.harness.progress import ProgressBar
 from pdx.bench.harness.prompts import Prompts
 from pdx.bench.harness.report import machine
 from pdx.bench.reuse import report
@@ -50,12 +50,12 @@ def run(plan: Plan) -> int:
     result = Result(**plan.initial_fields())
     result.settings["targets"] = plan.targets
 
-    def measure(progress: Shown) -> None:
+    def measure(progress: ProgressBar) -> None:
         fleet = Fleet(plan.bed, list(plan.systems.values()), plan.max_engines)
         try:
             Reuse(result, plan.out / report.RESULT, plan, fleet, progress).run()
         finally:
-            with undisturbed():
+            with deferred_signals():
                 fleet.close()
 
     def write() -> None:
@@ -70,8 +70,8 @@ def run(plan: Plan) -> int:
 class Reuse(systems_plan.Measuring[Result, Turn]):
     """The measurements of one run. State, beside the result: which running systems are warm."""
 
-    def __init__(self, result: Result, path: Path, plan: Plan, fleet: Fleet, watcher: Shown) -> None:
-        super().__init__(result, path, fleet, watcher)
+    def __init__(self, result: Result, path: Path, plan: Plan, fleet: Fleet, progress: ProgressBar) -> None:
+        super().__init__(result, path, fleet, progress)
         self._plan = plan
         self._settings = plan.settings
         prompts = Prompts.of(plan.bed.model, is_tiny=False)
@@ -79,7 +79,7 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
         self._warm: dict[str, Running] = {}
 
     def run(self) -> None:
-        with whole(asyncio.Runner()) as self._runner:
+        with shielded(asyncio.Runner()) as self._runner:
             self._run_turns(order(self._settings, list(self._plan.systems), all_at_once=self._fleet.holds_all))
 
     def _amount(self, turn: Turn) -> float:
@@ -127,7 +127,7 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
         tokens = self._settings.longest - self._settings.output_tokens
         for round_ in range(2):
             for url in dict.fromkeys((running.prefill_url, running.url)):
-                self._watcher.now(f"warming up {url}, {round_ + 1} of 2")
+                self._progress.set_status(f"warming up {url}, {round_ + 1} of 2")
                 await self._player.play(client, url, [_single("warm-up", tokens)], is_alone=True)
             await asyncio.to_thread(_wait_until_stored, running)
             with contextlib.suppress(engine_metrics.CacheNotReset):
@@ -164,7 +164,7 @@ class Player:
                 await self._converse(client, url, session, time.monotonic() - start_s, start_s) for session in sessions
             ]
         else:
-            each = await at_once(self._converse(client, url, each, each.start_s, start_s) for each in sessions)
+            each = await gather_or_cancel(self._converse(client, url, each, each.start_s, start_s) for each in sessions)
         return sum(each, [])
 
     async def _converse(

@@ -132,17 +132,17 @@ def sim(
 
 
 def _simulate(traces: Sequence[Trace], options: SimpleNamespace, as_json: bool) -> None:
-    from pdx.bench.harness.progress import Shown
+    from pdx.bench.harness.progress import ProgressBar
     from pdx.bench.sim.options import case_of
     from pdx.bench.sim.simulation import simulate
     from pdx.bench.sim.tables import of_result
 
     case = case_of(options)
     results = []
-    with Shown() as bar:
+    with ProgressBar() as bar:
         for trace in traces:
             bar.begin(len(trace.requests), trace.name)
-            results.append(simulate(trace, case, bar.done))
+            results.append(simulate(trace, case, bar.advance))
     if as_json:
         click.echo(msgspec.json.encode(results))
         return
@@ -172,7 +172,7 @@ def _apart(traces: Sequence[Trace], options: SimpleNamespace, way: str, as_json:
 
 
 def _sweep(traces: Sequence[Trace], options: SimpleNamespace, sweep: str, as_json: bool) -> None:
-    from pdx.bench.harness.progress import Shown
+    from pdx.bench.harness.progress import ProgressBar
     from pdx.bench.sim.options import case_of, policy_of, seconds_of
     from pdx.bench.sim.replay import by_room, by_time, demand_bytes
     from pdx.bench.sim.tables import of_points
@@ -187,8 +187,8 @@ def _sweep(traces: Sequence[Trace], options: SimpleNamespace, sweep: str, as_jso
     times = [seconds_of(text) for text in values.split(",")] if what != "host" else []
     sizes = _sizes(values) if what == "host" else []
     points: list[Point] = []
-    with Shown(len(traces) * (len(times) or len(sizes) * len(policies))) as bar:
-        told = partial(bar.done, 1)
+    with ProgressBar(len(traces) * (len(times) or len(sizes) * len(policies))) as bar:
+        told = partial(bar.advance, 1)
         for trace in traces:
             if times:
                 points += by_time(trace, token_bytes, what, times, told)

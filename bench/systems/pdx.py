@@ -210,7 +210,7 @@ class PdxRunning(Running):
 
     def transfer_record(self, transfer: str) -> dict[str, Any] | None:
         """All that the proxy knows of a transfer so far; None: nothing."""
-        found = web.known(f"{self._admin_url}/pdx/requests/{transfer}")
+        found = web.get_or_none(f"{self._admin_url}/pdx/requests/{transfer}")
         return None if found is None else msgspec.json.decode(found, type=dict[str, Any])
 
     def timeline(self, transfer: str) -> list[Moment] | None:

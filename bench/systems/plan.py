@@ -13,8 +13,8 @@ import aiohttp
 import msgspec
 
 from pdx.bench.harness.ask import AskFailed
-from pdx.bench.harness.interrupts import Interrupts, undisturbed
-from pdx.bench.harness.progress import Shown
+from pdx.bench.harness.interrupts import Interrupts, deferred_signals
+from pdx.bench.harness.progress import ProgressBar
 from pdx.bench.harness.prompts import model_facts
 from pdx.bench.harness.report import machine, replace_file
 from pdx.bench.systems.fleet import Fleet
@@ -68,11 +68,11 @@ _Turn = TypeVar("_Turn", bound=Turn)
 class Measuring(ABC, Generic[_Result, _Turn]):
     """A run in progress. `result` always has all measurements, and the file has them after every turn. One thread."""
 
-    def __init__(self, result: _Result, path: Path, fleet: Fleet, watcher: Shown) -> None:
+    def __init__(self, result: _Result, path: Path, fleet: Fleet, progress: ProgressBar) -> None:
         self.result = result
         self._path = path
         self._fleet = fleet
-        self._watcher = watcher
+        self._progress = progress
 
     @abstractmethod
     def _amount(self, turn: _Turn) -> float:
@@ -91,23 +91,23 @@ class Measuring(ABC, Generic[_Result, _Turn]):
 
         A system that cannot be started or stops answering is named in `result.not_run`, and the others continue.
         """
-        self._watcher.begin(sum(map(self._amount, turns)))
+        self._progress.begin(sum(map(self._amount, turns)))
         for turn in turns:
-            self._watcher.now(str(turn))
+            self._progress.set_status(str(turn))
             remark = "left out" if turn.system in self.result.not_run else self._run_turn(turn)
-            self._watcher.done(self._amount(turn), f"{turn}: {remark}")
+            self._progress.advance(self._amount(turn), f"{turn}: {remark}")
         self.result.is_complete = True
         self.result.save(self._path)
 
     def _run_turn(self, turn: _Turn) -> str:
         try:
             if turn.system not in self._fleet.running:
-                self._watcher.now(f"starting {turn.system}")
+                self._progress.set_status(f"starting {turn.system}")
             remark = self._measure(turn, self._fleet.get(turn.system))
         except (AskFailed, PdxError, OSError, aiohttp.ClientError) as error:
             why = f"stopped answering ({turn}): {error}" if self._has(turn.system) else str(error)
             self.result.not_run[turn.system] = why
-            self._watcher.note(f"{turn.system} is left out from here on: {why}")
+            self._progress.note(f"{turn.system} is left out from here on: {why}")
             remark = "failed"
         self.result.save(self._path)
         return remark
@@ -140,10 +140,10 @@ class Plan:
             "not_run": dict(self.not_run),
         }
 
-    def carry_out(self, measure: Callable[[Shown], None], write: Callable[[], object]) -> int:
+    def carry_out(self, measure: Callable[[ProgressBar], None], write: Callable[[], object]) -> int:
         """Measure, then write the result, even after an interruption. Returns 0, or 130 after SIGINT or SIGTERM."""
         status = 0
-        with Shown() as progress, Interrupts():
+        with ProgressBar() as progress, Interrupts():
             for name, why in self.not_run.items():
                 progress.note(f"{name} is left out: {why}")
             try:
@@ -152,6 +152,6 @@ class Plan:
                 status = INTERRUPTED
                 progress.note("interrupted; what was measured is kept")
             progress.stop()
-            with contextlib.suppress(KeyboardInterrupt), undisturbed():
+            with contextlib.suppress(KeyboardInterrupt), deferred_signals():
                 write()
         return status

@@ -24,7 +24,7 @@ from typing import ClassVar
 import msgspec
 
 from pdx.bench.harness import web
-from pdx.bench.harness.interrupts import undisturbed
+from pdx.bench.harness.interrupts import deferred_signals
 from pdx.bench.harness.report import installed
 from pdx.cli import guard, placement
 from pdx.cli.processes import Process, Processes, ProcessState, answers
@@ -89,7 +89,7 @@ class Running:
 
     def moments(self, request_id: str) -> dict[str, float] | None:
         """The moments of a request, in ms of CLOCK_MONOTONIC; None: the system has no proxy that knows them."""
-        found = web.known(f"{self.url}/moments/{request_id}") if self._has_proxy else None
+        found = web.get_or_none(f"{self.url}/moments/{request_id}") if self._has_proxy else None
         return None if found is None else msgspec.json.decode(found, type=dict[str, float])
 
     def timeline(self, transfer: str) -> list[Moment] | None:
@@ -254,7 +254,7 @@ class Servers:
 
     def close(self) -> None:
         """End all processes, even paused ones, and remove what they leave; signals are deferred. Idempotent."""
-        with undisturbed():
+        with deferred_signals():
             self.signal(signal.SIGCONT)
             self._stack.close()
             for path in self._leftovers:

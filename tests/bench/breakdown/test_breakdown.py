@@ -19,17 +19,17 @@ SETTINGS = {
 }
 
 
-class Watcher:
+class Progress:
     def __init__(self):
         self.planned, self.reached, self.lines = 0.0, 0.0, []
 
     def begin(self, amount):
         self.planned = amount
 
-    def now(self, what):
+    def set_status(self, what):
         self.lines.append(what)
 
-    def done(self, amount, line):
+    def advance(self, amount, line):
         self.reached += amount
         self.lines.append(line)
 
@@ -54,7 +54,7 @@ class Run:
         self.journal = []
         self.systems = {name: FakeSystem(name, self.journal) for name in names}
         self.path = folder / "result.json"
-        self.watcher = Watcher()
+        self.progress = Progress()
         self.copies = []
         self.settings = Settings(**SETTINGS | settings)
         self._folder = folder
@@ -76,7 +76,7 @@ class Run:
                 fleet=fleet,
                 bodies=Bodies(Prompts(None), "tiny", self.settings.output_tokens),
                 traces=self._folder,
-                watcher=self.watcher,
+                progress=self.progress,
                 copy_ms=lambda nbytes: self.copies.append(nbytes) or 1.5,
                 is_gather_beside=False,
             ).run()
@@ -103,7 +103,7 @@ def test_a_whole_run(folder):
     assert [copy.nbytes for copy in result.copies] == ([20 * 8] * 6 + [50 * 8] * 6) * 2
     assert run.copies == [copy.nbytes for copy in result.copies]
     assert run.fleet.num_pauses == len(run.copies)  # nobody takes time meanwhile
-    assert run.watcher.reached == run.watcher.planned > 0
+    assert run.progress.reached == run.progress.planned > 0
 
 
 def test_all_systems_get_the_same_prompts_and_none_twice(folder):
@@ -135,7 +135,7 @@ def test_every_start_is_followed_by_warm_ups_that_do_not_count(folder):
     run = Run(folder, holds_all=False, warmups=2)
     result = run.run()
     assert {len(system.started) for system in run.systems.values()} == {2}
-    assert run.watcher.lines.count("starting nixl") == 2
+    assert run.progress.lines.count("starting nixl") == 2
     asked = sum(system == "pdx" for system, _ in run.journal)
     assert asked == 2 * 2 * (1 + 3) + 2 * 2 * 3  # batches of the largest kind
     assert len(result.requests) == 2 * 3 * 2 * (1 + 3)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdx.bench.harness.interrupts import Interrupts, Steps, run, whole
+from pdx.bench.harness.interrupts import Interrupts, Steps, run, shielded
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 
@@ -31,7 +31,7 @@ def recorded(events: list[str], *, at_start: int = 0, at_end: int = 0) -> Iterat
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_start_that_is_interrupted_is_finished_and_undone(number: int) -> None:
     events: list[str] = []
-    with pytest.raises(KeyboardInterrupt), Interrupts(), whole(recorded(events, at_start=number)):
+    with pytest.raises(KeyboardInterrupt), Interrupts(), shielded(recorded(events, at_start=number)):
         events.append("used")
     assert events == ["started", "ended"]
 
@@ -39,7 +39,7 @@ def test_a_start_that_is_interrupted_is_finished_and_undone(number: int) -> None
 @pytest.mark.parametrize("number", NUMBERS)
 def test_an_end_that_is_interrupted_is_finished(number: int) -> None:
     events: list[str] = []
-    with pytest.raises(KeyboardInterrupt), Interrupts(), whole(recorded(events, at_end=number)):
+    with pytest.raises(KeyboardInterrupt), Interrupts(), shielded(recorded(events, at_end=number)):
         events.append("used")
     assert events == ["started", "used", "ended"]
 
