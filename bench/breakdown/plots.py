@@ -91,8 +91,8 @@ def draw_bars(result: Result, path: Path) -> Path | None:
             label = f"{COPIES} memcpy + {EXTRA_MS:g} ms"
             axes.axvline(COPIES * copy + EXTRA_MS, color="k", linestyle="--", label=label)
     counts = sum(each.concurrency == 1 and each.parts is not None for each in result.requests)
-    told = note(result, f"Each part's median of {counts:,} requests, one at a time")
-    return sheet.save(path, told, one_legend=True)
+    footnote = note(result, f"Each part's median of {counts:,} requests, one at a time")
+    return sheet.save(path, footnote, one_legend=True)
 
 
 def _bar(axes: Any, place: int, parts: dict[str, Part], names: Sequence[str], *, has_hidden: bool) -> None:

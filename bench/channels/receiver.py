@@ -45,9 +45,9 @@ class Receiver:
     def __init__(self, scheme: str, path: Path, nbytes: int) -> None:
         self.path = path
         self._child = Child("pdx.bench.channels.receiver", scheme, str(path), str(nbytes))
-        told = self._child.receive()
-        self.raw_detail = bytes.fromhex(told["raw"])
-        self.remote = msgspec.msgpack.decode(bytes.fromhex(told["remote"]), type=RemoteRegion)
+        message = self._child.receive()
+        self.raw_detail = bytes.fromhex(message["raw"])
+        self.remote = msgspec.msgpack.decode(bytes.fromhex(message["remote"]), type=RemoteRegion)
 
     def __enter__(self) -> Self:
         return self

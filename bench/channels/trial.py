@@ -2,7 +2,7 @@
 
     python -m pdx.bench.channels.trial FOLDER SCHEME OPTIONS    prints rows as lines of JSON until its input ends
 
-`told` is the other side of it.
+`run` is the other side of it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def figure(row: Row) -> Figure:
     return plain(f"{row.scheme}, {size_text(row.nbytes)}{depth}", row.gb_s, "GB/s", note)
 
 
-def told(scheme: str, chosen: Options) -> Iterator[Row]:
+def run(scheme: str, chosen: Options) -> Iterator[Row]:
     """Start a process, pass on its rows, and end it, also if the caller stops iterating.
 
     :raises ChannelUnavailable: there are no rows here; the message says why, and what would help.

@@ -203,7 +203,7 @@ def transfer(
 
     def channel(name: str) -> Iterator[Figure]:
         try:
-            yield from map(measured, trial.told(name, chosen))
+            yield from map(measured, trial.run(name, chosen))
         except ChannelBroken:
             broken.add(name)
             raise

@@ -19,8 +19,8 @@ from pdx.telemetry.faults import printable
 
 LIBRARIES = ("openai", "anthropic")
 _KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes idle connections: no request meets a closed one
-_REST_S = 10.0  # by then the server must have dropped a request whose client has disconnected
-_LOOK_S = 0.02
+_IDLE_S = 10.0  # by then the server must have dropped a request whose client has disconnected
+_POLL_S = 0.02
 _RUNNING = re.compile(rb"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
 _PATIENCE_S = 0.05  # after which a client disconnects without an answer
 _PIECE = 64
@@ -69,10 +69,10 @@ class Server:
             await self._call(case.call, answer)
             return
         if case.way in (Way.LEAVES, Way.UNREAD, Way.UNSENT):
-            await self._left(case)
+            await self._send_and_disconnect(case)
             async with self._request(case, case.then) as response:
                 await _read(response, answer)
-            answer.left = await self._busy()
+            answer.left = await self._wait_until_idle()
             return
         content = _pieces(case.content or b"") if case.way is Way.CHUNKED else case.content
         async with self._request(case, content) as response:
@@ -92,7 +92,7 @@ class Server:
             timeout=aiohttp.ClientTimeout(sock_read=gives_up_s),
         )
 
-    async def _left(self, case: Case) -> None:
+    async def _send_and_disconnect(self, case: Case) -> None:
         """Send a request and disconnect early; the server notices that the connection is closed."""
         content = _pieces(case.content or b"", is_whole=False) if case.way is Way.UNSENT else case.content
         gives_up_s = _PATIENCE_S if case.way is Way.UNREAD else None
@@ -101,16 +101,16 @@ class Server:
                 await response.content.readany()
                 response.close()
 
-    async def _busy(self) -> str:
-        """Wait up to `_REST_S` until the server counts no requests; return what it still counts then."""
-        deadline = asyncio.get_running_loop().time() + _REST_S
+    async def _wait_until_idle(self) -> str:
+        """Wait up to `_IDLE_S` until the server counts no requests; return what it still counts then."""
+        deadline = asyncio.get_running_loop().time() + _IDLE_S
         while True:
-            said = await self._load()
-            if not said or asyncio.get_running_loop().time() > deadline:
-                return said
-            await asyncio.sleep(_LOOK_S)  # the server does not notify of changes
+            load = await self._server_load()
+            if not load or asyncio.get_running_loop().time() > deadline:
+                return load
+            await asyncio.sleep(_POLL_S)  # the server does not notify of changes
 
-    async def _load(self) -> str:
+    async def _server_load(self) -> str:
         for path in ("/load", "/metrics"):
             async with self._session.get(self.url + path) as response:
                 page = await response.read()
@@ -137,9 +137,9 @@ class Server:
             async for each in found:
                 answer.content += b"data: " + _dumped(each) + b"\n\n"
         except Exception as error:  # noqa: BLE001 - the error is the answer
-            told = {"raises": type(error).__name__, "body": getattr(error, "body", None)}
+            raised = {"raises": type(error).__name__, "body": getattr(error, "body", None)}
             answer.status = getattr(error, "status_code", None) or 0
-            answer.content += json.dumps(told).encode()
+            answer.content += json.dumps(raised).encode()
 
     def _client(self, library: str, method: str) -> Any:
         if library not in self._clients:

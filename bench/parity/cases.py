@@ -38,21 +38,21 @@ class Maker:
         """A random sample of `count` cases; if there are fewer, all of them and mixtures of their fields. `only`: all
         cases with this text in their names instead of a sample. `libraries`: the client libraries to use, too.
         """
-        every = [*self._every(), *self._calls(libraries)]
-        every = _unlike([*every, *self._mixed(count - len(every))])
+        cases = [*self._all_cases(), *self._calls(libraries)]
+        cases = _with_unique_names([*cases, *self._mixed(count - len(cases))])
         if only:
-            return [case for case in every if only in case.name]
-        chosen = set(self._random.sample(range(len(every)), count))
-        return [case for number, case in enumerate(every) if number in chosen]
+            return [case for case in cases if only in case.name]
+        chosen = set(self._random.sample(range(len(cases)), count))
+        return [case for number, case in enumerate(cases) if number in chosen]
 
-    def _every(self) -> Iterator[Case]:
+    def _all_cases(self) -> Iterator[Case]:
         yield from self._generating()
         yield from self._prompts()
         yield from self._bodies()
         yield from self._headers()
         yield from self._methods()
-        yield from self._whole()
-        yield from self._leaving()
+        yield from self._other_endpoints()
+        yield from self._disconnecting()
 
     def _text(self, size: int) -> str:
         """Random words, `size` bytes or slightly more in all."""
@@ -62,10 +62,10 @@ class Maker:
             size -= len(words[-1].encode()) + 1
         return " ".join(words)
 
-    def _asked(self, route: str, said: Mapping[str, Any]) -> dict[str, Any]:
-        """The usual greedy request to a generating route, updated with `said`."""
+    def _usual_request(self, route: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """The usual greedy request to a generating route, updated with `overrides`."""
         # vLLM 0.32 on a CPU crashes on a request with a seed whose prompt takes more than one step.
-        most = min(self._size, _STEP) if "seed" in said else self._size
+        most = min(self._size, _STEP) if "seed" in overrides else self._size
         text = self._text(self._random.choice((30, most)))
         made: dict[str, Any] = {"model": self.model, LIMIT[route]: _ANSWER, "temperature": 0}
         if route == COMPLETIONS:
@@ -74,11 +74,11 @@ class Maker:
             made["input"] = text
         else:
             made["messages"] = [{"role": "user", "content": text}]
-        return made | dict(said)
+        return made | dict(overrides)
 
-    def _case(self, route: str, name: str, said: Mapping[str, Any], **more: Any) -> Case:
-        asked = self._asked(route, said)
-        return posted(f"{SHORT[route]} {name}", route, asked, is_random=_is_random(route, asked), **more)
+    def _case(self, route: str, name: str, overrides: Mapping[str, Any], **more: Any) -> Case:
+        request = self._usual_request(route, overrides)
+        return posted(f"{SHORT[route]} {name}", route, request, is_random=_is_random(route, request), **more)
 
     # ---- fields -----------------------------------------------------------------------------
 
@@ -93,10 +93,10 @@ class Maker:
             limits = {name: {LIMIT[route]: value} for name, value in fields.LIMITS.items()}
             if route == CHATS:  # the engine would fill its whole context
                 del limits["limit-None"]
-            for name, said in (table | limits).items():
-                yield self._case(route, name, said)
-                if "stream" not in said and name not in fields.REFUSED:
-                    yield self._case(route, f"{name} streamed", {**said, "stream": True})
+            for name, overrides in (table | limits).items():
+                yield self._case(route, name, overrides)
+                if "stream" not in overrides and name not in fields.REFUSED:
+                    yield self._case(route, f"{name} streamed", {**overrides, "stream": True})
 
     def _mixed(self, count: int) -> Iterator[Case]:
         """Random combinations of several fields."""
@@ -106,14 +106,14 @@ class Maker:
         }
         for number in range(count):
             route = self._random.choice((COMPLETIONS, CHATS))
-            said: dict[str, Any] = {}
+            overrides: dict[str, Any] = {}
             for each in self._random.sample(tables[route], self._random.choice((2, 2, 3, 4))):
-                said |= each
+                overrides |= each
             if self._random.random() < 0.5:
-                said["stream"] = True
-            if said.get("n") is not None and said.get("stream") and "echo" in said:
-                del said["echo"]
-            yield self._case(route, f"mixture {number}", said)
+                overrides["stream"] = True
+            if overrides.get("n") is not None and overrides.get("stream") and "echo" in overrides:
+                del overrides["echo"]
+            yield self._case(route, f"mixture {number}", overrides)
 
     def _prompts(self) -> Iterator[Case]:
         """Prompts of all lengths and forms; some repeat another one or its beginning, to hit the prefix cache."""
@@ -154,9 +154,9 @@ class Maker:
         for name, prompt in prompts.items():
             yield self._case(COMPLETIONS, f"prompt {name}", {"prompt": prompt})
             yield self._case(COMPLETIONS, f"prompt {name} streamed", {"prompt": prompt, "stream": True})
-        asked = self._asked(COMPLETIONS, {})
-        del asked["prompt"]
-        yield posted("completions prompt missing", COMPLETIONS, asked)
+        request = self._usual_request(COMPLETIONS, {})
+        del request["prompt"]
+        yield posted("completions prompt missing", COMPLETIONS, request)
         user = {"role": "user", "content": text}
         parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
         picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -190,7 +190,7 @@ class Maker:
         for name, content in fields.BROKEN.items():
             for route in (COMPLETIONS, CHATS) if name in ("empty", "cut", "list") else (COMPLETIONS,):
                 yield posted(f"{SHORT[route]} body {name}", route, content)
-        usual = self._asked(COMPLETIONS, {})
+        usual = self._usual_request(COMPLETIONS, {})
         text = body(usual).decode()
         forms: dict[str, bytes] = {
             "utf-8 mark": b"\xef\xbb\xbf" + text.encode(),
@@ -216,7 +216,7 @@ class Maker:
         yield posted("completions body packed, it says", COMPLETIONS, usual, headers=packed)
 
     def _headers(self) -> Iterator[Case]:
-        told = {
+        header_sets = {
             "own id": {"X-Request-Id": "parity-7"},
             "odd id": {"X-Request-Id": "a b/c"},
             "rank 0": {"X-data-parallel-rank": "0"},
@@ -234,7 +234,7 @@ class Maker:
             "close": {"Connection": "close"},
             "session": {"X-Session-ID": "parity"},
         }
-        for name, headers in told.items():
+        for name, headers in header_sets.items():
             for route in (COMPLETIONS, CHATS):
                 if route == CHATS and name in ("40 KB", "a hundred", "accept", "close"):
                     continue
@@ -248,7 +248,7 @@ class Maker:
                 if method == "POST" and path in SHORT:
                     continue
                 yield Case(name=f"{method} {path}", endpoint="methods", path=path, method=method)
-        usual = body(self._asked(COMPLETIONS, {}))
+        usual = body(self._usual_request(COMPLETIONS, {}))
         kind = {"Content-Type": "application/json"}
         for path in (
             "/v1/completions/",
@@ -263,7 +263,7 @@ class Maker:
         page = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
         yield Case(name="preflight", endpoint="methods", path=COMPLETIONS, method="OPTIONS", headers=page)
 
-    def _whole(self) -> Iterator[Case]:
+    def _other_endpoints(self) -> Iterator[Case]:
         """Endpoints other than the four that generate."""
         for path in (
             "/v1/models",
@@ -291,7 +291,7 @@ class Maker:
         words = self._text(40)
         talk = {"messages": [{"role": "user", "content": words}]}
         model = {"model": self.model}
-        asked: list[tuple[str, dict[str, Any]]] = [
+        requests: list[tuple[str, dict[str, Any]]] = [
             ("/tokenize", {"prompt": words}),
             ("/tokenize", {"prompt": words, "add_special_tokens": False, "return_token_strs": True}),
             ("/tokenize", talk),
@@ -319,26 +319,26 @@ class Maker:
             ("/v1/embeddings", {"input": [words], "encoding_format": "base64"}),
             ("/v1/embeddings", {"input": 5}),
         ]
-        for number, (path, said) in enumerate(asked):
-            yield posted(f"{path} {number}", path, model | said)
+        for number, (path, payload) in enumerate(requests):
+            yield posted(f"{path} {number}", path, model | payload)
             if number % 3 == 0:
-                yield posted(f"{path} {number}, broken", path, body(model | said)[:-3])
+                yield posted(f"{path} {number}, broken", path, body(model | payload)[:-3])
         sound = b'--xx\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n--xx--\r\n'
         for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
             yield Case(name=f"POST {path}", endpoint=path, path=path, headers=FORM, content=sound)
 
-    def _leaving(self) -> Iterator[Case]:
+    def _disconnecting(self) -> Iterator[Case]:
         """Clients that disconnect early, each followed by a usual request."""
         for route in SHORT:
-            then = body(self._asked(route, {}))
+            then = body(self._usual_request(route, {}))
             most = min(_LONG_ANSWER, self.length // 2)
             for way in (Way.LEAVES, Way.UNREAD, Way.UNSENT):
                 for stream in (True, False) if way is Way.UNREAD else (True,):
-                    said = {LIMIT[route]: most, "stream": stream}
+                    overrides = {LIMIT[route]: most, "stream": stream}
                     if route in (COMPLETIONS, CHATS):
-                        said["ignore_eos"] = True
+                        overrides["ignore_eos"] = True
                     name = f"client {way}, {'streamed' if stream else 'whole'}"
-                    yield self._case(route, name, said, way=way, then=then)
+                    yield self._case(route, name, overrides, way=way, then=then)
 
     # ---- client libraries -------------------------------------------------------------------
 
@@ -369,14 +369,14 @@ class Maker:
             ],
         }
         for library in libraries:
-            for number, (method, said) in enumerate(ours[library]):
-                yield _called(library, method, said, number)
+            for number, (method, arguments) in enumerate(ours[library]):
+                yield _library_case(library, method, arguments, number)
                 if method.endswith(".create") and not method.startswith("embeddings"):
-                    yield _called(library, method, {**said, "stream": True}, number, "streamed")
+                    yield _library_case(library, method, {**arguments, "stream": True}, number, "streamed")
 
 
-def _called(library: str, method: str, said: dict[str, Any], number: int, how: str = "whole") -> Case:
-    call = Call(library=library, method=method, fields=said)
+def _library_case(library: str, method: str, arguments: dict[str, Any], number: int, how: str = "whole") -> Case:
+    call = Call(library=library, method=method, fields=arguments)
     return Case(name=f"{library} {method} {number} {how}", endpoint=f"the {library} client", call=call)
 
 
@@ -386,12 +386,12 @@ def _is_random(route: str, asked: Mapping[str, Any]) -> bool:
     return (heat is None or (isinstance(heat, float | int) and heat > 0)) and not has_seed and asked.get("top_k") != 1
 
 
-def leaves(case: Case) -> bool:
+def disconnects(case: Case) -> bool:
     """Whether the case checks the load of the whole server, so that no other request may run meanwhile."""
     return case.way in (Way.LEAVES, Way.UNREAD, Way.UNSENT)
 
 
-def _unlike(cases: list[Case]) -> list[Case]:
+def _with_unique_names(cases: list[Case]) -> list[Case]:
     """Number repeated names, so that each name is unique."""
     seen: dict[str, int] = {}
     found = []

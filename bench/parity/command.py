@@ -69,7 +69,7 @@ def parity(
     bar = progress(hidden=not sys.stderr.isatty())
     task = bar.add_task("starting", total=None)
 
-    def told(what: str, done: int, total: int) -> None:
+    def on_done(what: str, done: int, total: int) -> None:
         bar.update(task, description=what, completed=done, total=total)
 
     async def recorded() -> Recording:
@@ -77,16 +77,16 @@ def parity(
             return Recording.read(Path(plain))
         async with connected(plain.rstrip("/"), timeout_s=timeout, key=key) as (server,):
             name, length = await run.facts(server, model or "")
-            cases, unasked = run.chosen(name, length, seed=seed, count=requests, only=only)
+            cases, unasked = run.pick_cases(name, length, seed=seed, count=requests, only=only)
             made = Recording(url=server.url, model=name, seed=seed, asked=[], unasked=unasked)
-            await run.record(server, cases, made, concurrency=concurrency, told=told)
+            await run.record(server, cases, made, concurrency=concurrency, on_done=on_done)
         return made
 
     async def compared(recording: Recording, address: str) -> list[run.Verdict]:
         async with connected(address, timeout_s=timeout, key=key) as (server,):
             await run.facts(server, recording.model)
             asked = [each for each in recording.asked if only in each.case.name]
-            return await run.compare(server, asked, concurrency=concurrency, told=told)
+            return await run.compare(server, asked, concurrency=concurrency, on_done=on_done)
 
     try:
         with bar:

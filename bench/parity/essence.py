@@ -70,7 +70,7 @@ def place(path: Path) -> Path:
     return tuple("[]" if isinstance(step, int) else step for step in path)
 
 
-def told(path: Path) -> str:
+def path_text(path: Path) -> str:
     """A path as text: `body.choices[0].text`."""
     steps = (f"[{step}]" if isinstance(step, int) else step if step == "[]" else f".{step}" for step in path)
     return "".join(steps).removeprefix(".")
@@ -84,7 +84,7 @@ def _content(kind: str, content: bytes) -> Any:
         return _streamed(content)
     if kind.startswith("application/json"):
         try:
-            return _plain(json.loads(content))
+            return _normalized(json.loads(content))
         except (ValueError, RecursionError):
             return {"no JSON": content.decode("utf-8", "replace")}
     try:
@@ -103,7 +103,7 @@ def _streamed(content: bytes) -> dict[str, Any]:
     for name, data in _events(content):
         try:
             found = json.loads(data)
-            event = _plain(found)
+            event = _normalized(found)
         except (ValueError, RecursionError):
             joined.append((name, data))  # [DONE], and what is not JSON
             continue
@@ -189,16 +189,16 @@ def _joined(one: Any, other: Any, key: str = "") -> Any:
     return one if other is None else other
 
 
-def _plain(value: Any, key: str = "", beside: Mapping[str, Any] | None = None) -> Any:
+def _normalized(value: Any, key: str = "", beside: Mapping[str, Any] | None = None) -> Any:
     """A value without what differs from answer to answer."""
     if isinstance(value, dict):
-        found = {name: _plain(each, name, value) for name, each in value.items() if name not in _OF_AN_ENGINE}
+        found = {name: _normalized(each, name, value) for name, each in value.items() if name not in _OF_AN_ENGINE}
         if "cache_read_input_tokens" in value and all(isinstance(value.get(name) or 0, int) for name in _READ):
             found["prompt tokens"] = sum(value.get(name) or 0 for name in _READ)
             found |= {name: "…" for name in _READ if name in value}
         return found
     if isinstance(value, list):
-        return [_plain(each, key, beside) for each in value]
+        return [_normalized(each, key, beside) for each in value]
     if key in _IDS and isinstance(value, str) and OWN_ID not in value and (beside or {}).get("object") != "model":
         return _prefix(value)
     if key in _TIMES and isinstance(value, int | float):
@@ -219,7 +219,7 @@ def _prefix(name: str) -> str:
 
 def _compared(path: Path, want: Any, got: Any, loose: frozenset[Path]) -> Iterator[Difference]:
     if place(path) in loose:
-        if _alike(want) != _alike(got):
+        if _shape(want) != _shape(got):
             yield Difference(path, want, got)
     elif isinstance(want, dict) and isinstance(got, dict):
         for name in dict.fromkeys([*want, *got]):
@@ -240,10 +240,10 @@ def _equal(want: Any, got: Any) -> bool:
     return type(want) is type(got) and bool(want == got)
 
 
-def _alike(value: Any) -> Any:
+def _shape(value: Any) -> Any:
     """The form of a value: its field names and kinds of values; a list has the form of its first item."""
     if isinstance(value, dict):
-        return {name: _alike(each) for name, each in value.items()}
+        return {name: _shape(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_alike(value[0])] if value else []
+        return [_shape(value[0])] if value else []
     return "text" if isinstance(value, str | None) else "number" if isinstance(value, int | float) else value

@@ -49,7 +49,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_random: bool = False  # answers are never equal: only their form is compared
     call: Call | None = None  # instead of the fields above
 
-    def again(self, url: str) -> str:
+    def shell_command(self, url: str) -> str:
         """A shell command that repeats the request."""
         if self.call is not None:
             return self._in_python(url)

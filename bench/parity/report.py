@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from pdx.bench.parity.essence import ABSENT, told
+from pdx.bench.parity.essence import ABSENT, path_text
 from pdx.bench.parity.essence import Path as Place
 from pdx.bench.parity.reasons import REASONS
 from pdx.bench.parity.records import Answer, Recording
@@ -73,11 +73,11 @@ def _difference(verdict: Verdict, url: str) -> Iterator[str]:
         yield f"    got:   {_short(found.got)}"
     if len(verdict.differences) > _PATHS:
         yield f"  and {len(verdict.differences) - _PATHS} more places"
-    yield f"  {verdict.case.again(url)}"
+    yield f"  {verdict.case.shell_command(url)}"
 
 
 def _where(path: Place) -> str:
-    return printable(told(path), _CHARACTERS)  # field names come from a server
+    return printable(path_text(path), _CHARACTERS)  # field names come from a server
 
 
 def _short(value: Any) -> str:
@@ -115,16 +115,16 @@ def write(path: Path, recording: Recording, verdicts: Sequence[Verdict], url: st
 def _case(verdict: Verdict, url: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": verdict.case.name,
-        "loose": [told(path) for path in verdict.loose],
+        "loose": [path_text(path) for path in verdict.loose],
         "reasons": verdict.reasons,
     }
     if verdict.uncompared:
         found["not compared"] = verdict.uncompared
     if verdict.differences:
         found["differences"] = [
-            {"path": told(each.path), "plain": each.want, "got": each.got} for each in verdict.differences
+            {"path": path_text(each.path), "plain": each.want, "got": each.got} for each in verdict.differences
         ]
-        found["again"] = verdict.case.again(url)
+        found["again"] = verdict.case.shell_command(url)
         found["request"] = (verdict.case.content or b"").decode("utf-8", "replace")
         found |= {"plain": _answer(verdict.plain), "got": _answer(verdict.got)}
     return found

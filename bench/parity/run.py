@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from pdx.bench.parity import cases as making
 from pdx.bench.parity.asking import LIBRARIES, Server, missing_libraries
-from pdx.bench.parity.cases import Maker
+from pdx.bench.parity.cases import Maker, disconnects
 from pdx.bench.parity.essence import Difference, Path, differences, essence, place
 from pdx.bench.parity.reasons import REASONS, reason
 from pdx.bench.parity.records import Answer, Asked, Case, Recording
@@ -22,7 +21,7 @@ _MOST_FAULTS = 5  # requests in a row without an answer: the server is gone
 
 _GENERAL = {each.name for each in REASONS if each.is_general}
 
-Told = Callable[[str, int, int], None]  # activity, requests done, requests in all
+OnDone = Callable[[str, int, int], None]  # activity, requests done, requests in all
 
 
 class Verdict(msgspec.Struct, kw_only=True):
@@ -37,7 +36,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     uncompared: str = ""  # why plain's answers are no reference
 
 
-def chosen(model: str, length: int, *, seed: int, count: int, only: str = "") -> tuple[list[Case], dict[str, str]]:
+def pick_cases(model: str, length: int, *, seed: int, count: int, only: str = "") -> tuple[list[Case], dict[str, str]]:
     """The cases, and the groups of cases that cannot run here, with the reasons."""
     missing = missing_libraries()
     made = Maker(model, length, seed).cases(count, [name for name in LIBRARIES if name not in missing], only=only)
@@ -59,27 +58,27 @@ async def facts(server: Server, model: str = "") -> tuple[str, int]:
     return name, length if isinstance(length, int) and length > 0 else DEFAULT_LENGTH
 
 
-async def record(server: Server, cases: Sequence[Case], into: Recording, *, concurrency: int, told: Told) -> None:
+async def record(server: Server, cases: Sequence[Case], into: Recording, *, concurrency: int, on_done: OnDone) -> None:
     """Send every case to the plain server twice. The second pass hits its caches, so effects of caching do not count.
 
     :raises ConfigError: the server stopped answering.
     """
-    first = await _all(server, cases, concurrency, lambda done: told("plain", done, 2 * len(cases)))
-    second = await _all(server, cases, concurrency, lambda done: told("plain", len(cases) + done, 2 * len(cases)))
+    first = await _ask(server, cases, concurrency, lambda done: on_done("plain", done, 2 * len(cases)))
+    second = await _ask(server, cases, concurrency, lambda done: on_done("plain", len(cases) + done, 2 * len(cases)))
     into.asked += [Asked(case=case, first=one, second=two) for case, one, two in zip(cases, first, second, strict=True)]
 
 
-async def compare(server: Server, recorded: Sequence[Asked], *, concurrency: int, told: Told) -> list[Verdict]:
+async def compare(server: Server, recorded: Sequence[Asked], *, concurrency: int, on_done: OnDone) -> list[Verdict]:
     """Send every recorded case to the other server.
 
     :raises ConfigError: the server stopped answering.
     """
     cases = [each.case for each in recorded]
-    got = await _all(server, cases, concurrency, lambda done: told(server.url, done, len(cases)))
-    return [judged(asked, answer) for asked, answer in zip(recorded, got, strict=True)]
+    got = await _ask(server, cases, concurrency, lambda done: on_done(server.url, done, len(cases)))
+    return [judge(asked, answer) for asked, answer in zip(recorded, got, strict=True)]
 
 
-def judged(asked: Asked, got: Answer) -> Verdict:
+def judge(asked: Asked, got: Answer) -> Verdict:
     """Compare a server's answer with the plain one's; where plain differs from itself, only by form."""
     case, plain = asked.case, asked.first
     verdict = Verdict(case=case, plain=plain, got=got)
@@ -100,12 +99,12 @@ def judged(asked: Asked, got: Answer) -> Verdict:
     return verdict
 
 
-async def _all(server: Server, cases: Sequence[Case], concurrency: int, told: Callable[[int], None]) -> list[Answer]:
+async def _ask(server: Server, cases: Sequence[Case], concurrency: int, on_done: Callable[[int], None]) -> list[Answer]:
     """The answers in the order of the cases. Cases that check the load of the whole server run last, one at a time."""
     answers: dict[int, Answer] = {}
     silent: list[str] = []
 
-    async def ask(numbers: Iterable[int]) -> None:
+    async def ask_each(numbers: Iterable[int]) -> None:
         for number in numbers:
             answers[number] = answer = await server.ask(cases[number])
             if not answer.fault.startswith("no answer:"):
@@ -114,16 +113,16 @@ async def _all(server: Server, cases: Sequence[Case], concurrency: int, told: Ca
                 silent.append(cases[number].name)
             if len(silent) >= _MOST_FAULTS:
                 raise ConfigError(f"{server.url} answers no more, from {silent[0]!r} on: {answer.fault}")
-            told(len(answers))
+            on_done(len(answers))
 
-    waiting = iter([number for number, case in enumerate(cases) if not making.leaves(case)])
+    waiting = iter([number for number, case in enumerate(cases) if not disconnects(case)])
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
-                group.create_task(ask(waiting))
+                group.create_task(ask_each(waiting))
     except* ConfigError as errors:
         raise errors.exceptions[0] from None
-    await ask(number for number, case in enumerate(cases) if making.leaves(case))
+    await ask_each(number for number, case in enumerate(cases) if disconnects(case))
     return [answers[number] for number in range(len(cases))]
 
 

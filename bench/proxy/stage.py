@@ -75,7 +75,7 @@ def stage(pace: Pace, *, other: Sequence[str] = (), workers: int = 1) -> Iterato
             [_python(_ENGINE, "engines", decode_url, *(f"--port={port}" for port in ports[:2]), *times)], START_S
         )
         engines = ("--prefill", prefill_url, "--decode", decode_url)
-        told = ("--log-level", "warning", "--max-body", "8M", "--debug-headers", *engines)
+        common = ("--log-level", "warning", "--max-body", "8M", "--debug-headers", *engines)
         fronts: dict[str, tuple[str, str]] = {}
         proxies: list[Command] = []
         controls: list[str] = []
@@ -85,7 +85,7 @@ def stage(pace: Pace, *, other: Sequence[str] = (), workers: int = 1) -> Iterato
             controls.extend(worker_address(control, number) for number in range(count))
             at = ["--port", str(port), "--control", control]
             at += ["--admin", f"127.0.0.1:{admin}"] if count == 1 else []
-            proxies.append(_python("pdx.cli.main", name, url, "proxy", *at, *told, *options))
+            proxies.append(_python("pdx.cli.main", name, url, "proxy", *at, *common, *options))
             fronts[name] = url, f"http://127.0.0.1:{admin}" if count == 1 else ""
 
         add("proxy", ports[3], ports[4])

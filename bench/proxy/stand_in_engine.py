@@ -98,16 +98,16 @@ class StandInEngine:
         }
         limit = body.get("max_tokens") or DEFAULT_TOKENS
         params = body.get("kv_transfer_params") or {}
-        told = None
+        returned = None
         if params.get("do_remote_decode") and "transfer_id" not in params:  # of a router that was made for NIXL
             params["transfer_id"] = uuid.uuid4().hex
-            told = {"do_remote_prefill": True, "transfer_id": params["transfer_id"], "prefill_tokens": len(prompt)}
+            returned = {"do_remote_prefill": True, "transfer_id": params["transfer_id"], "prefill_tokens": len(prompt)}
         tokens = self._each_token(came_at, params, len(prompt), is_text=isinstance(given, str))
         if body.get("stream"):
             return await _stream(request, head, body, prompt, limit, tokens)
         for _ in range(limit):
             await anext(tokens)
-        response = web.json_response({**_whole(head, body, prompt, limit), "kv_transfer_params": told})
+        response = web.json_response({**_whole(head, body, prompt, limit), "kv_transfer_params": returned})
         if params.get("do_remote_decode"):
             self._ended[request.headers.get("X-Request-Id", "")] = time.monotonic()
             # A decode engine's first step takes longer than this answer, a stand-in's no time: its KV comes last.

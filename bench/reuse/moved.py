@@ -95,10 +95,10 @@ def main() -> None:
                 took = asyncio.run(ttft_ms(url, prompt, moved=moved))
                 if number:  # the first round warms up
                     times[name].append(took)
-        told = {name: statistics.median(each) for name, each in times.items()}
+        p50 = {name: statistics.median(each) for name, each in times.items()}
         figures = [
-            at_least("cut conversation, 4,000 tokens: computed over moved", told["computed"] / told["moved"], "", 5),
-            at_most("cut conversation, 4,000 tokens: moved over found", told["moved"] / told["found"], "", 1.3),
+            at_least("cut conversation, 4,000 tokens: computed over moved", p50["computed"] / p50["moved"], "", 5),
+            at_most("cut conversation, 4,000 tokens: moved over found", p50["moved"] / p50["found"], "", 1.3),
         ]
         publish("moved", f"time to first token, {rounds} rounds", figures, {"times_ms": times})
 

@@ -267,8 +267,8 @@ def _answers(block: Block) -> dict[tuple[int, int], str]:
     found: dict[tuple[int, int], str] = {}
     asked: Sequence[int] = range(len(block.results[0]["errors"]) if block.results else 0)
     for number, result in enumerate(block.results):
-        told = zip(asked, result["generated_texts"], result["errors"], strict=True)
-        found |= {(number, at): text for at, text, error in told if not error}
+        answered = zip(asked, result["generated_texts"], result["errors"], strict=True)
+        found |= {(number, at): text for at, text, error in answered if not error}
         asked = [at for at in asked if (number, at) in found]
     return found
 

@@ -12,7 +12,7 @@ from proxy_harness import COMPLETIONS, cluster
 
 from pdx.bench.parity import run
 from pdx.bench.parity.asking import connected
-from pdx.bench.parity.cases import HIDDEN, leaves
+from pdx.bench.parity.cases import HIDDEN, disconnects
 from pdx.bench.parity.reasons import REASONS
 from pdx.bench.parity.records import Recording, Way
 from pdx.cli.main import main
@@ -58,7 +58,7 @@ async def both(**settings):
 async def cases_of(server, wanted):
     name, length = await run.facts(server)
     assert (name, length) == ("hash", 512)
-    every, _ = run.chosen(name, length, seed=3, count=2000)
+    every, _ = run.pick_cases(name, length, seed=3, count=2000)
     return [case for case in every if wanted(case)]
 
 
@@ -83,14 +83,14 @@ async def test_the_proxy_answers_as_its_engine_does(concurrency):
 
 async def test_a_client_that_leaves_is_no_difference():
     async with both() as (_, made, plain, proxy):
-        verdicts = await verdicts_of(plain, proxy, lambda case: leaves(case) and case.endpoint == COMPLETIONS)
+        verdicts = await verdicts_of(plain, proxy, lambda case: disconnects(case) and case.endpoint == COMPLETIONS)
         assert {each.case.way for each in verdicts} == {Way.LEAVES, Way.UNREAD, Way.UNSENT}
         assert [each.differences for each in verdicts if each.differences] == []
         assert len(made.proxy.drain) == 0
 
 
 async def test_every_route_of_the_proxy_is_asked():
-    every, _ = run.chosen("m", 4096, seed=0, count=2000)
+    every, _ = run.pick_cases("m", 4096, seed=0, count=2000)
     paths = {case.path for case in every}
     wanted = {each.replace(RESPONSE, "/v1/responses/resp_none") for row in PASSED.values() for each in row}
     not_of_a_text_model = {each for each in wanted if each.endswith("render") or "systemone" in each}

@@ -150,7 +150,7 @@ def carried_out(monkeypatch, out, **told):
             raise told[scheme]
 
     monkeypatch.setattr(commands_module, "schemes", lambda: ["shm", "tcp"])
-    monkeypatch.setattr(trial, "told", rows)
+    monkeypatch.setattr(trial, "run", rows)
     options = ["--sizes", "4KiB", "--in-flight", "1", "--memory", "8MiB", "--out", str(out)]
     done = CliRunner().invoke(main, ["bench", "transfer", *options])
     return done.exit_code, json.loads((out / "transfer.json").read_text())["details"]

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from pdx.bench.parity import report
 from pdx.bench.parity.cases import Maker
-from pdx.bench.parity.essence import differences, essence, told
+from pdx.bench.parity.essence import differences, essence, path_text
 from pdx.bench.parity.records import Answer, Asked, Call, Case, Recording, Way, posted
-from pdx.bench.parity.run import judged
+from pdx.bench.parity.run import judge
 from pdx.errors import ConfigError
 
 JSON = {"content-type": "application/json"}
@@ -41,7 +41,7 @@ def stream(*chunks, end="data: [DONE]\n\n", headers=EVENTS):
 
 
 def paths(one, other):
-    return [told(each.path) for each in differences(essence(one), essence(other))]
+    return [path_text(each.path) for each in differences(essence(one), essence(other))]
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_events_that_are_numbered_count_up():
 
 def test_where_plain_differs_from_plain_only_the_form_is_compared():
     asked = Asked(case=CASE, first=completion("a", usage2=5), second=completion("b", usage2=5))
-    assert judged(asked, completion("c", usage2=5)).differences == []
-    assert judged(asked, completion("c", usage2=5)).loose == [("body", "choices", "[]", "text")]
-    assert [told(each.path) for each in judged(asked, completion(5, usage2=6)).differences] == [
+    assert judge(asked, completion("c", usage2=5)).differences == []
+    assert judge(asked, completion("c", usage2=5)).loose == [("body", "choices", "[]", "text")]
+    assert [path_text(each.path) for each in judge(asked, completion(5, usage2=6)).differences] == [
         "body.choices[0].text",
         "body.usage2",
     ]
@@ -171,15 +171,15 @@ def test_where_plain_differs_from_plain_only_the_form_is_compared():
 def test_of_tokens_that_are_drawn_only_the_form_is_compared():
     case = posted("a", "/v1/completions", {}, is_random=True)
     asked = Asked(case=case, first=completion("a"), second=completion("a"))
-    assert judged(asked, completion("b")).differences == []
-    assert judged(asked, completion("b", more=5)).differences != []
-    assert judged(asked, whole(400)).differences != []
+    assert judge(asked, completion("b")).differences == []
+    assert judge(asked, completion("b", more=5)).differences != []
+    assert judge(asked, whole(400)).differences != []
 
 
 @pytest.mark.parametrize("bad", [Answer(fault="no whole answer within 1 s"), whole(500)])
 def test_what_plain_does_not_answer_alike_is_not_compared(bad):
     for first, second in ((bad, completion()), (completion(), bad)):
-        verdict = judged(Asked(case=CASE, first=first, second=second), completion("z"))
+        verdict = judge(Asked(case=CASE, first=first, second=second), completion("z"))
         assert verdict.uncompared
         assert verdict.differences == []
 
@@ -196,7 +196,7 @@ def test_a_seed_gives_the_same_cases(count):
 
 def test_every_case_can_be_repeated_from_a_shell():
     for case in Maker("m", 4096, 0).cases(1500, ["openai", "anthropic"]):
-        line = case.again("http://a:1")
+        line = case.shell_command("http://a:1")
         assert "http://a:1" in line
         assert len(line) < 12_000
 
@@ -252,8 +252,8 @@ ANSWERS = st.builds(
 @given(one=ANSWERS, two=ANSWERS, other=ANSWERS)
 def test_no_answer_ends_it_or_steers_the_terminal(one, two, other):
     verdicts = [
-        judged(Asked(case=CASE, first=one, second=two), other),
-        judged(Asked(case=CASE, first=one, second=one), other),
+        judge(Asked(case=CASE, first=one, second=two), other),
+        judge(Asked(case=CASE, first=one, second=one), other),
     ]
     recording = Recording(url="u", model="m", seed=0, asked=[])
     out = io.StringIO()
