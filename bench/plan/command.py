@@ -60,13 +60,13 @@ def plan(*, out: Path | None, as_json: bool, **options: Any) -> None:
 
     from pdx.bench.harness.report import replace_file
     from pdx.bench.plan.model import make
-    from pdx.bench.plan.options import ask
+    from pdx.bench.plan.options import parse
     from pdx.bench.plan.tables import show
     from pdx.errors import ConfigError
 
-    asked = ask(SimpleNamespace(**options))
+    parsed = parse(SimpleNamespace(**options))
     pair = {"prefillers": options["prefillers"], "decoders": options["decoders"]}
-    found = make(asked.case, hardware=asked.hardware, links=asked.links, **pair)
+    found = make(parsed.case, hardware=parsed.hardware, links=parsed.links, **pair)
     if out is not None:
         from pdx.bench.plan.plots import draw
 

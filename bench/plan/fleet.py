@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from pdx.bench.plan.machines import INF, Engine
-from pdx.bench.plan.queue import Line, poisson_high, steady
+from pdx.bench.plan.queue import Queue, fixed_point, poisson_high
 from pdx.bench.plan.transfer import Overlap, group_of, load_s, overlap
 from pdx.bench.plan.units import show_time
 from pdx.errors import ConfigError
@@ -47,18 +47,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--reuse needs the speed of the link that it comes over: --reuse-link 200Gbps")
 
     @property
-    def reused(self) -> int:
+    def reused_tokens(self) -> int:
         """Tokens of a prompt that are loaded; at least one is always computed."""
         return min(self.input_tokens - 1, int(self.input_tokens * self.reuse))
 
     @property
-    def new(self) -> int:
+    def new_tokens(self) -> int:
         """Tokens of a prompt that are computed."""
-        return self.input_tokens - self.reused
+        return self.input_tokens - self.reused_tokens
 
     def load_s(self, token_bytes: float) -> float:
         """Time to load the reused part of a prompt: the request waits, and the engine serves others meanwhile."""
-        return load_s(self.reused, token_bytes, self.reuse_bytes_s) if self.reused else 0.0
+        return load_s(self.reused_tokens, token_bytes, self.reuse_bytes_s) if self.reused_tokens else 0.0
 
     @property
     def context(self) -> float:
@@ -152,9 +152,9 @@ class Batch(msgspec.Struct, frozen=True):
     step_high_s: float
 
 
-def prefill_line(engine: Engine, work: Workload, servers: int) -> Line:
+def prefill_queue(engine: Engine, work: Workload, servers: int) -> Queue:
     """The queue in front of `servers` prefill engines."""
-    return Line(work.rate, engine.prefill_s(work.new, work.reused), servers)
+    return Queue(work.rate, engine.prefill_s(work.new_tokens, work.reused_tokens), servers)
 
 
 def steady_batch(engine: Engine, rate: float, work: Workload, share: float) -> Batch | None:
@@ -164,7 +164,7 @@ def steady_batch(engine: Engine, rate: float, work: Workload, share: float) -> B
     mean number of others beside itself.
     """
     context, tokens = work.context, work.output_tokens - 1
-    mean = steady(lambda batch: rate * tokens * engine.step_s(1 + batch, context), _most(engine, work))
+    mean = fixed_point(lambda batch: rate * tokens * engine.step_s(1 + batch, context), _max_others(engine, work))
     if mean is None:
         return None
     high = poisson_high(mean, share)
@@ -176,7 +176,7 @@ def max_batch(engine: Engine, work: Workload) -> float:
     return engine.kv_room_tokens / (work.input_tokens + work.output_tokens)
 
 
-def _most(engine: Engine, work: Workload) -> float:
+def _max_others(engine: Engine, work: Workload) -> float:
     """Upper bound for other requests beside a decoding one."""
     return min(max_batch(engine, work), MOST_REQUESTS) - 1
 
@@ -200,17 +200,17 @@ def disaggregated(
     engine: Engine, work: Workload, slo: Slo, link: Link, *, prefillers: int, decoders: int, request_s: float
 ) -> Service:
     """The service of `prefillers` prefill and `decoders` decode engines."""
-    line = prefill_line(engine, work, prefillers)
+    queue = prefill_queue(engine, work, prefillers)
     batch = steady_batch(engine, work.rate / decoders, work, slo.share)
-    way = transfer(engine, link, work.input_tokens, work.reused)
+    kv_overlap = transfer(engine, link, work.input_tokens, work.reused_tokens)
     loads_s = work.load_s(engine.kv_token_bytes)
     request = Request(
         request_s=request_s,
-        queue_s=line.wait_s,
+        queue_s=queue.wait_s,
         load_s=loads_s,
-        prefill_s=line.service_s,
-        wire_s=way.exposed_s,
-        wire_hidden_s=max(0.0, way.wire_s - way.exposed_s),
+        prefill_s=queue.service_s,
+        wire_s=kv_overlap.exposed_s,
+        wire_hidden_s=max(0.0, kv_overlap.wire_s - kv_overlap.exposed_s),
         control_s=link.control_s,
         scatter_s=work.input_tokens * engine.kv_token_bytes / link.scatter_bytes_s,
         first_decode_s=batch.step_s if batch else INF,
@@ -224,18 +224,18 @@ def disaggregated(
         decoders=decoders,
         tp=engine.tp,
         chunk=engine.budget,
-        prefill_utilisation=line.utilisation,
+        prefill_utilisation=queue.utilisation,
         decode_batch=batch.mean if batch else INF,
         decode_batch_most=max_batch(engine, work),
         ttft_s=request.ttft_s,
-        ttft_high_s=max(request.ttft_s, request_s + loads_s + line.response_s(slo.share)),
+        ttft_high_s=max(request.ttft_s, request_s + loads_s + queue.response_s(slo.share)),
         itl_s=itl_s,
         longest_gap_s=max(high_s, request.second_gap_s),
         itl_high_s=max(itl_s, high_s, request.second_gap_s if 1 / gaps > 1 - slo.share else 0.0),
         request=request,
-        overlap=way,
+        overlap=kv_overlap,
     )
-    load = work.rate * way.nbytes / link.wire_bytes_s
+    load = work.rate * kv_overlap.nbytes / link.wire_bytes_s
     busy: dict[Literal["prefill", "decode"], float] = {"prefill": load / prefillers, "decode": load / decoders}
     return msgspec.structs.replace(
         service, limits=_limits(service, slo, busy) + _reuse_limits(engine, work, prefillers)
@@ -245,18 +245,18 @@ def disaggregated(
 def mixed(engine: Engine, work: Workload, slo: Slo, *, engines: int, chunk: int, request_s: float) -> Service:
     """The service of ordinary engines that compute prompts in chunks of at most `chunk` tokens beside decoding."""
     steps = MixedSteps(engine, work, work.rate / engines, chunk)
-    room, tokens = max_batch(engine, work), work.output_tokens - 1
-    batch = steady(lambda mean: work.rate / engines * tokens * steps.at(1 + mean).itl_s, _most(engine, work))
+    rate, room, tokens = work.rate / engines, max_batch(engine, work), work.output_tokens - 1
+    batch = fixed_point(lambda mean: rate * tokens * steps.state_at(1 + mean).itl_s, _max_others(engine, work))
     loads_s = work.load_s(engine.kv_token_bytes)
-    mean = steps.at(1 + batch) if batch is not None else MixedState(INF, INF, steps.at(0.0).busy, INF)
-    high = steps.at(1 + poisson_high(batch, slo.share)) if batch is not None else mean
+    mean = steps.state_at(1 + batch) if batch is not None else MixedState(INF, INF, steps.state_at(0.0).busy, INF)
+    high = steps.state_at(1 + poisson_high(batch, slo.share)) if batch is not None else mean
     ttft_s = ttft_high_s = INF
     if batch is not None and mean.busy < 1:
-        line = Line(work.rate, steps.chunks * mean.with_chunk_s, engines)
+        queue = Queue(work.rate, steps.chunks * mean.with_chunk_s, engines)
         head_s = request_s + loads_s + (1 - mean.busy) * mean.alone_s / 2  # the rest of a step in progress
-        ttft_s = head_s + line.wait_s + line.service_s
-        ttft_high_s = max(ttft_s, head_s + line.response_s(slo.share))
-    is_often = work.rate / engines * steps.chunks * mean.itl_s > 1 - slo.share  # share of steps with a chunk
+        ttft_s = head_s + queue.wait_s + queue.service_s
+        ttft_high_s = max(ttft_s, head_s + queue.response_s(slo.share))
+    is_often = rate * steps.chunks * mean.itl_s > 1 - slo.share  # share of steps with a chunk
     service = Service(
         kind="mixed",
         prefillers=engines,
@@ -292,11 +292,11 @@ class MixedSteps:
 
     def __init__(self, engine: Engine, work: Workload, rate: float, chunk: int) -> None:
         self._engine, self._work, self._rate = engine, work, rate
-        self.chunks = len(engine.chunks(work.new, chunk))  # per request
-        self._size = work.new / self.chunks
-        self._before = work.input_tokens - work.new / 2  # tokens before a chunk, on average
+        self.chunks = len(engine.chunks(work.new_tokens, chunk))  # per request
+        self._size = work.new_tokens / self.chunks
+        self._before = work.input_tokens - work.new_tokens / 2  # tokens before a chunk, on average
 
-    def at(self, batch: float) -> MixedState:
+    def state_at(self, batch: float) -> MixedState:
         """The state while `batch` requests decode."""
         context = self._work.context
         with_chunk_s = self._engine.step_s(batch, context, self._size, self._before)
@@ -310,7 +310,7 @@ def _reuse_limits(engine: Engine, work: Workload, engines: int) -> list[Limit]:
     """Reused KV comes over a link of each engine; a limit if the link cannot carry it."""
     if not work.reuse:
         return []
-    busy = work.rate / engines * work.reused * engine.kv_token_bytes / work.reuse_bytes_s
+    busy = work.rate / engines * work.reused_tokens * engine.kv_token_bytes / work.reuse_bytes_s
     text = f"the link that reused KV comes over would have to carry {busy:.0%} of what it can"
     return [Limit("prefill", text)] if busy >= 1 else []
 

@@ -42,14 +42,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def mixed(self, engines: int, chunk: int) -> Service:
         return mixed(self.engine, self.work, self.slo, engines=engines, chunk=chunk, request_s=self.request_s)
 
-    def at(self, rate: float) -> Case:
+    def at_rate(self, rate: float) -> Case:
         return msgspec.structs.replace(self, work=msgspec.structs.replace(self.work, rate=rate))
 
 
 def smallest_split(case: Case) -> Service | None:
     """The fewest prefillers that keep TTFT and the fewest decoders that keep ITL, which are independent."""
-    prefillers = _fewest(lambda count: "prefill" not in _short(case.split(count, MOST)))
-    decoders = _fewest(lambda count: "decode" not in _short(case.split(MOST, count)))
+    prefillers = _fewest(lambda count: "prefill" not in _insufficient_roles(case.split(count, MOST)))
+    decoders = _fewest(lambda count: "decode" not in _insufficient_roles(case.split(MOST, count)))
     return case.split(prefillers, decoders) if prefillers and decoders else None
 
 
@@ -71,10 +71,10 @@ def best_mixed(case: Case, engines: int) -> Service | None:
     return _best((case.mixed(engines, chunk) for chunk in CHUNKS), case.slo)
 
 
-def never(case: Case) -> list[str]:
+def why_impossible(case: Case) -> list[str]:
     """Why no split keeps the SLO: what one prefiller and one decoder miss even with hardly any requests; else the
     load."""
-    missed = _missed(case.at(QUIET).split(1, 1))
+    missed = _missed(case.at_rate(QUIET).split(1, 1))
     return missed or [f"{MOST:,} engines of a kind are too few for {case.work.rate:g} requests per second"]
 
 
@@ -86,7 +86,7 @@ def _is_kept(case: Case, chunk: int, engines: int) -> bool:
     return case.mixed(engines, chunk).is_kept
 
 
-def _short(service: Service) -> set[str]:
+def _insufficient_roles(service: Service) -> set[str]:
     """The kinds of engines that are too few."""
     return {limit.part for limit in service.limits}
 
@@ -205,14 +205,14 @@ def judge(
         headline = f"No: {split.prefillers} prefill and {split.decoders} decode engines do not keep the SLO."
         return Verdict("no", headline, _missed(split) + reasons)
     if split is None and mixed is None:
-        return Verdict("impossible", "Nothing keeps this SLO on this hardware.", never(case))
+        return Verdict("impossible", "Nothing keeps this SLO on this hardware.", why_impossible(case))
     if mixed is None:
         assert split is not None
         headline = f"Yes: {_gpus(split)} the SLO disaggregated; mixed engines do not, whatever their number."
         return Verdict("yes", headline, reasons)
     if split is None:
         headline = f"No: {_gpus(mixed)} the SLO without disaggregation; with it none do."
-        return Verdict("no", headline, never(case))
+        return Verdict("no", headline, why_impossible(case))
     if split.gpus != mixed.gpus:
         return _by_size(split, mixed, reasons)
     return _by_latency(split, same_split or split, same_mixed or mixed, reasons)
@@ -232,7 +232,7 @@ def _by_latency(split: Service, same_split: Service, same_mixed: Service, reason
     ttft, itl = same_mixed.ttft_high_s / same_split.ttft_high_s, same_mixed.itl_high_s / same_split.itl_high_s
     start = f"the same {split.gpus} GPUs keep the SLO either way"
     if ttft >= 1 / ABOUT and itl >= 1 / ABOUT and max(ttft, itl) > ABOUT:
-        return Verdict("yes", f"Yes: {start}, and disaggregation shortens {_what(ttft, itl)}.", reasons)
+        return Verdict("yes", f"Yes: {start}, and disaggregation shortens {_improvements(ttft, itl)}.", reasons)
     if ttft <= ABOUT and itl <= ABOUT:
         return Verdict("no", f"No: {start}, and disaggregation shortens nothing.", reasons)
     headline = f"It depends: {start}; disaggregation trades {'TTFT for ITL' if itl > ttft else 'ITL for TTFT'}."
@@ -243,7 +243,7 @@ def _gpus(service: Service) -> str:
     return "1 GPU keeps" if service.gpus == 1 else f"{service.gpus} GPUs keep"
 
 
-def _what(ttft: float, itl: float) -> str:
+def _improvements(ttft: float, itl: float) -> str:
     parts = [f"{name} {ratio:.2f} times" for name, ratio in (("TTFT", ttft), ("ITL", itl)) if ratio > ABOUT]
     return " and ".join(parts)
 
@@ -259,7 +259,7 @@ def _remarks(case: Case, split: Service | None, mixed: Service | None) -> list[s
             f"{show_time(mixed.itl_high_s)}; longest gap {show_time(split.longest_gap_s)}, once per request "
             f"at the handoff, and {show_time(mixed.longest_gap_s)} at every chunk of somebody's prompt"
         )
-    prompt_s = case.engine.prefill_s(case.work.new)
+    prompt_s = case.engine.prefill_s(case.work.new_tokens)
     if prompt_s < case.slo.itl_s:
         found.append(
             f"prompts are short: one is computed in {show_time(prompt_s)}, within the {show_time(case.slo.itl_s)} that "
@@ -273,15 +273,15 @@ def _remarks(case: Case, split: Service | None, mixed: Service | None) -> list[s
     work, engine = case.work, case.engine
     if not work.reuse:
         return found
-    saved_s = engine.prefill_s(work.input_tokens) - engine.prefill_s(work.new, work.reused)
-    load_s = work.load_s(engine.kv_token_bytes)
+    saved_s = engine.prefill_s(work.input_tokens) - engine.prefill_s(work.new_tokens, work.reused_tokens)
+    reused, load_s = work.reused_tokens, work.load_s(engine.kv_token_bytes)
     verb = "pays" if load_s < saved_s else "does not shorten TTFT"
     found.append(
-        f"reuse {verb}: {work.reused:,} tokens load in {show_time(load_s)} and save {show_time(saved_s)} of prefill"
+        f"reuse {verb}: {reused:,} tokens load in {show_time(load_s)} and save {show_time(saved_s)} of prefill"
     )
     return found
 
 
 def _hiding(case: Case, tokens: int) -> Hiding:
-    way = transfer(case.engine, case.link, tokens)
-    return Hiding(tokens, way.hidden_bytes_share, way.exposed_s, way.wire_s, way.prefill_s)
+    kv_overlap = transfer(case.engine, case.link, tokens)
+    return Hiding(tokens, kv_overlap.hidden_bytes_share, kv_overlap.exposed_s, kv_overlap.wire_s, kv_overlap.prefill_s)

@@ -17,7 +17,7 @@ TPS = (1, 2, 4, 8, 16)
 _NBYTES = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5, "fp32": 4.0}
 
 
-class Asked(msgspec.Struct, frozen=True):
+class Parsed(msgspec.Struct, frozen=True):
     """The case, its hardware in words, and the link speeds (bytes/s) at which loading is compared with computing."""
 
     case: Case
@@ -25,7 +25,7 @@ class Asked(msgspec.Struct, frozen=True):
     links: list[float]
 
 
-def ask(options: Any) -> Asked:
+def parse(options: Any) -> Parsed:
     """:raises ConfigError: an option is wrong, or the model does not fit."""
     if bool(options.prefillers) != bool(options.decoders):
         raise ConfigError("--prefillers and --decoders go together: give both, or neither to have them chosen")
@@ -58,7 +58,7 @@ def ask(options: Any) -> Asked:
         f"of its FLOPS and {assumed.mbu:.0%} of its memory's speed; link {show_rate(link.wire_bytes_s)} in effect"
     )
     case = Case(engine=engine, work=work, slo=slo, link=link, request_s=assumed.request_s)
-    return Asked(case, hardware, links)
+    return Parsed(case, hardware, links)
 
 
 def _shapes(options: Any) -> Shapes:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pdx.bench.harness.plot_style import Sheet, powers_of_two
 from pdx.bench.plan.model import Plan
-from pdx.bench.plan.tables import when
+from pdx.bench.plan.tables import crossover_text
 
 
 def draw(plan: Plan, path: Path) -> Path:
@@ -24,7 +24,7 @@ def draw(plan: Plan, path: Path) -> Path:
     times.plot(tokens, [row.prefill_s * 1e3 for row in plan.loading], color="k", linewidth=3, label="compute")
     for number, found in enumerate(plan.crossovers):
         gbps = f"{found.bytes_s * 8 / 1e9:g} Gbps"
-        label = f"load at {gbps}, faster: {when(found.load_from)}"
+        label = f"load at {gbps}, faster: {crossover_text(found.load_from)}"
         times.plot(tokens, [row.load_s[number] * 1e3 for row in plan.loading], label=label)
         shares.plot(tokens, [row.load_s[number] / row.prefill_s for row in plan.loading], label=gbps)
     times.set_yscale("log")

@@ -27,7 +27,7 @@ def erlang_c(servers: int, load: float) -> float:
     return blocked / (1 - (load / servers) * (1 - blocked))
 
 
-class Line(msgspec.Struct, frozen=True):
+class Queue(msgspec.Struct, frozen=True):
     """A queue in front of `servers` equal servers with equal service times: M/D/c by Lee and Longton; exact for one
     server (Pollaczek-Khinchine)."""
 
@@ -41,7 +41,7 @@ class Line(msgspec.Struct, frozen=True):
         return self.rate * self.service_s / self.servers
 
     @property
-    def waits(self) -> float:
+    def wait_probability(self) -> float:
         """The share of requests that wait at all."""
         return erlang_c(self.servers, self.rate * self.service_s)
 
@@ -50,7 +50,7 @@ class Line(msgspec.Struct, frozen=True):
         """Mean wait over all requests."""
         if self.utilisation >= 1:
             return INF
-        return self.waits * self.service_s / (self.servers - self.rate * self.service_s) / 2
+        return self.wait_probability * self.service_s / (self.servers - self.rate * self.service_s) / 2
 
     def response_s(self, share: float) -> float:
         """Wait and service together take at most this long for `share` of the requests.
@@ -60,11 +60,11 @@ class Line(msgspec.Struct, frozen=True):
         """
         if self.utilisation >= 1:
             return INF
-        late = self.waits / (1 - share)  # above 1: this many times more requests wait than may be late
-        return self.service_s + (self.wait_s / self.waits * math.log(late) if late > 1 else 0.0)
+        late = self.wait_probability / (1 - share)  # above 1: this many times more requests wait than may be late
+        return self.service_s + (self.wait_s / self.wait_probability * math.log(late) if late > 1 else 0.0)
 
 
-def steady(following: Callable[[float], float], most: float) -> float | None:
+def fixed_point(following: Callable[[float], float], most: float) -> float | None:
     """The smallest x up to `most` with following(x) ≤ x, where an empty system settles; None: it grows beyond."""
     low, high = 0.0, 1e-3
     while following(high) > high:

@@ -29,7 +29,7 @@ _COLOURS = {"yes": "bold green", "no": "bold yellow", "even": "bold cyan", "impo
 
 def show(plan: Plan, console: Console) -> None:
     console.print(f"{plan.hardware}", highlight=False)
-    console.print(asked(plan), highlight=False)
+    console.print(workload_line(plan), highlight=False)
     console.print(Text(plan.verdict.headline, style=_COLOURS[plan.verdict.helps]))
     for reason in plan.verdict.reasons:
         console.print(f"  - {reason}", highlight=False)
@@ -41,7 +41,7 @@ def show(plan: Plan, console: Console) -> None:
     console.print(crossovers(plan))
 
 
-def asked(plan: Plan) -> str:
+def workload_line(plan: Plan) -> str:
     """The workload and the SLO on one line."""
     work, slo = plan.case.work, plan.case.slo
     reused = f", {work.reuse:.0%} of it reused" if work.reuse else ""
@@ -121,11 +121,11 @@ def crossovers(plan: Plan) -> Table:
         rows = [row for row in plan.loading if row.tokens in lengths]
         ratios = [f"{row.load_s[number] / row.prefill_s:.2f}" for row in rows]
         gbps = f"{found.bytes_s * 8 / 1e9:,.4g} Gbps"
-        table.add_row(gbps, when(found.load_from), *ratios)
+        table.add_row(gbps, crossover_text(found.load_from), *ratios)
     return table
 
 
-def when(load_from: int | None) -> str:
+def crossover_text(load_from: int | None) -> str:
     """`Crossover.load_from` in words."""
     if load_from is None:
         return f"not up to {LONGEST:,} tokens"
