@@ -22,12 +22,12 @@ from pdx.testing.waiting import came_true
 if TYPE_CHECKING:
     from pdx.bench.systems.system import Running, System
 
-TOLD_S = 10.0  # until the proxy has every moment: nodes report once a second
+REPORTED_S = 10.0  # until the proxy has every moment: nodes report once a second
 WRITTEN_S = 5.0  # until every span has been written to a file
 NO_PARTS = "what the engines or the proxy should have told, so there are no parts"
 
 
-async def together(url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
+async def ask_together(url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
     """Post all (request id, body) pairs at once; return the answers in the same order.
 
     :raises AskFailed: a request was not answered; the others are then canceled.
@@ -37,7 +37,7 @@ async def together(url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> li
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observed:
     """One answered request and what is known about it."""
 
     answer: Answer
@@ -60,28 +60,28 @@ class Observer:
         self._traces = traces
         self._is_gather_beside = is_gather_beside
 
-    def observe(self, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Seen]:
+    def observe(self, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Observed]:
         """Send requests together and wait for everything that is reported about them.
 
         :raises AskFailed, OSError: the system did not answer.
         """
         watch = Watch(self._running.prefill_url, self._running.decode_url)
-        answers = interrupts.run(together(self._running.url, bodies))
+        answers = interrupts.run(ask_together(self._running.url, bodies))
         sums = watch.end(len(answers))
         engines = None if sums is None else engine_metrics.engines(*sums)
         if self._system.is_pdx:
             return self._from_timelines(answers, engines)
         if self._system.engines == 1:
             whole = parts.of_one_engine([answer.ttft_ms for answer in answers], engines) if engines else None
-            return [Seen(answer, engines, whole, lacks="" if whole else NO_PARTS) for answer in answers]
+            return [Observed(answer, engines, whole, lacks="" if whole else NO_PARTS) for answer in answers]
         return self._from_moments(answers, engines)
 
-    def _from_moments(self, answers: Sequence[Answer], engines: Engines | None) -> list[Seen]:
+    def _from_moments(self, answers: Sequence[Answer], engines: Engines | None) -> list[Observed]:
         found = [self._running.moments(answer.request_id) for answer in answers]
         known = [moments for moments in found if moments is not None]
         mean = parts.of_moments(known, engines) if engines and len(known) == len(answers) else None
         return [
-            Seen(
+            Observed(
                 answer=answer,
                 engines=engines,
                 parts=mean,
@@ -91,7 +91,7 @@ class Observer:
             for answer, at in zip(answers, found, strict=True)
         ]
 
-    def _from_timelines(self, answers: Sequence[Answer], engines: Engines | None) -> list[Seen]:
+    def _from_timelines(self, answers: Sequence[Answer], engines: Engines | None) -> list[Observed]:
         transfers = [answer.transfer for answer in answers]
         timelines = self._timelines(transfers)
         sums = [breakdown(moments) for moments in timelines]
@@ -100,7 +100,7 @@ class Observer:
         wholes = self._parts(clocks, spans, engines)
         lacks = "" if are_whole else "some spans, so gather and wire are too short"
         return [
-            Seen(
+            Observed(
                 answer=answer,
                 engines=engines,
                 parts=wholes[index],
@@ -135,11 +135,11 @@ class Observer:
     def _timelines(self, transfers: Sequence[str]) -> list[list[Moment]]:
         found: list[list[Moment]] = []
 
-        def are_told() -> bool:
+        def are_reported() -> bool:
             found[:] = [self._running.timeline(transfer) or [] for transfer in transfers]
-            return all(map(_is_told, found))
+            return all(map(_is_reported, found))
 
-        came_true(are_told, TOLD_S, pause_s=0.1)
+        came_true(are_reported, REPORTED_S, pause_s=0.1)
         return found
 
     def _spans(self, transfers: Sequence[str], sums: Sequence[Breakdown]) -> tuple[list[list[TraceSpan]], bool]:
@@ -160,7 +160,7 @@ class Observer:
         return found, came_true(are_written, WRITTEN_S, pause_s=0.1)
 
 
-def _is_told(moments: Sequence[Moment]) -> bool:
+def _is_reported(moments: Sequence[Moment]) -> bool:
     """Whether every moment has been reported; a transfer between two nodes has more of them."""
     events = {moment.event for moment in moments}
     needed = parts.NEEDED | {Event.SEALED}

@@ -81,22 +81,22 @@ def of_transfer(
     gathers = [(span.start_ns, span.end_ns) for span in spans if span.lane == "gather"]
     writes = [(span.start_ns, span.end_ns) for span in spans if span.lane == "wire"]
     load = (clock[Event.LOAD_START], clock[Event.LOAD_END])
-    gather_ns = time.claim(_behind(gathers, prefill_end) if is_gather_beside else gathers)
+    gather_ns = time.claim(_after(gathers, prefill_end) if is_gather_beside else gathers)
     prefill_ns = time.claim([(admitted, prefill_end)])
     waits = [(admitted - round(queued_ms * 1e6), admitted), (load[1], runnable)]
     queue_ns = time.claim(waits)
     scatter_ns = time.claim([load])
-    wire_ns = time.claim(_behind(writes, prefill_end))
+    wire_ns = time.claim(_after(writes, prefill_end))
     first = (runnable, runnable + round(first_step_ms * 1e6))
     first_ns = time.claim([first])
     return Parts(
-        queue=_all(queue_ns),
-        prefill=_all(prefill_ns),
-        gather=_beside(gather_ns, gathers),
-        wire=_beside(wire_ns, writes),
-        scatter=_beside(scatter_ns, [load]),
-        first_decode=_beside(first_ns, [first]),
-        rest=_all(time.left_ns),
+        queue=_exposed(queue_ns),
+        prefill=_exposed(prefill_ns),
+        gather=_overlapped(gather_ns, gathers),
+        wire=_overlapped(wire_ns, writes),
+        scatter=_overlapped(scatter_ns, [load]),
+        first_decode=_overlapped(first_ns, [first]),
+        rest=_exposed(time.unclaimed_ns),
     )
 
 
@@ -148,17 +148,17 @@ class _Claims:
         self._free = [(start, end)] if start < end else []
 
     @property
-    def left_ns(self) -> int:
+    def unclaimed_ns(self) -> int:
         """The unclaimed time."""
         return sum(end - start for start, end in self._free)
 
     def claim(self, wanted: Iterable[Interval]) -> int:
         """Claim the unclaimed parts of `wanted`; return their total length."""
-        before = self.left_ns
+        before = self.unclaimed_ns
         for start, end in wanted:
             if start < end:
                 self._free = [piece for free in self._free for piece in _without(free, (start, end))]
-        return before - self.left_ns
+        return before - self.unclaimed_ns
 
 
 class _Budget:
@@ -178,7 +178,7 @@ def _without(whole: Interval, cut: Interval) -> list[Interval]:
     return [(start, end) for start, end in pieces if start < end]
 
 
-def _behind(intervals: Iterable[Interval], moment: int) -> list[Interval]:
+def _after(intervals: Iterable[Interval], moment: int) -> list[Interval]:
     return [(max(start, moment), end) for start, end in intervals if end > moment]
 
 
@@ -191,11 +191,11 @@ def _length(intervals: Iterable[Interval]) -> int:
     return total
 
 
-def _beside(exposed_ns: int, whole: Sequence[Interval]) -> Part:
+def _overlapped(exposed_ns: int, whole: Sequence[Interval]) -> Part:
     """A part that ran in the intervals `whole`, which may overlap with other parts."""
     return Part(max(exposed_ns, _length(whole)) / 1e6, exposed_ns / 1e6)
 
 
-def _all(ns: int) -> Part:
+def _exposed(ns: int) -> Part:
     """A part that is exposed as a whole."""
     return Part(ns / 1e6, ns / 1e6)

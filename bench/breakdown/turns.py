@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdx.bench.breakdown import parts
-from pdx.bench.breakdown.observer import Observer, Seen
+from pdx.bench.breakdown.observer import Observed, Observer
 from pdx.bench.breakdown.records import Copy, Request, Result
 from pdx.bench.harness.ask import AskFailed
 from pdx.bench.harness.lists import in_turns
@@ -101,14 +101,14 @@ class Breakdown(Measuring[Result, Turn]):
     def _measure(self, turn: Turn, running: Running) -> str:
         observer = self._observer(turn.system, running)
         names = [f"{turn.round} {turn.tokens} {turn.concurrency} {index}" for index in range(turn.concurrency)]
-        seen = observer.observe(self._bodies.make(turn.system, turn.tokens, names))
-        self._check(seen, turn)
-        self._keep(turn, seen)
+        observed = observer.observe(self._bodies.make(turn.system, turn.tokens, names))
+        self._check(observed, turn)
+        self._keep(turn, observed)
         self._fleet.pause_pollers()  # no engine takes processor time while the reference is timed
         nbytes = turn.tokens * int(self.result.model["kv_bytes_per_token"])
         self.result.copies.append(Copy(turn.round, nbytes, self._copy_ms(nbytes)))
         self._compare()
-        return _line(self.result.requests[-turn.concurrency :], seen)
+        return _line(self.result.requests[-turn.concurrency :], observed)
 
     def _observer(self, name: str, running: Running) -> Observer:
         """The observer of a running system, which is warmed up first if it was just started."""
@@ -125,15 +125,15 @@ class Breakdown(Measuring[Result, Turn]):
         self._observers[name] = (running, observer)
         return observer
 
-    def _check(self, seen: Sequence[Seen], turn: Turn) -> None:
-        for each in seen:
+    def _check(self, observed: Sequence[Observed], turn: Turn) -> None:
+        for each in observed:
             counts = (each.answer.prompt_tokens, each.answer.output_tokens)
             if counts != (turn.tokens, self._settings.output_tokens):
                 asked = f"{turn.tokens} prompt tokens and {self._settings.output_tokens} of answer"
                 raise AskFailed(f"asked for {asked}, got {counts[0]} and {counts[1]}")
 
-    def _keep(self, turn: Turn, seen: Sequence[Seen]) -> None:
-        for index, each in enumerate(seen):
+    def _keep(self, turn: Turn, observed: Sequence[Observed]) -> None:
+        for index, each in enumerate(observed):
             answer = each.answer
             self._texts[turn.system, turn.round, turn.tokens, turn.concurrency, index] = answer.text
             self.result.requests.append(
@@ -158,13 +158,13 @@ class Breakdown(Measuring[Result, Turn]):
             if each.clock is not None and turn.concurrency == 1:
                 self._keep_trace(turn, each.clock, each)
 
-    def _keep_trace(self, turn: Turn, clock: parts.Clock, seen: Seen) -> None:
+    def _keep_trace(self, turn: Turn, clock: parts.Clock, observed: Observed) -> None:
         """Keep the moments of a request that ran alone, and its spans if it is the first one of its length."""
         has_spans = any(
             trace.spans and (trace.system, trace.prompt_tokens) == (turn.system, turn.tokens)
             for trace in self.result.traces
         )
-        spans = [] if has_spans else seen.spans
+        spans = [] if has_spans else observed.spans
         self.result.traces.append(parts.trace_of(turn.system, turn.tokens, clock, spans))
 
     def _compare(self) -> None:
@@ -177,11 +177,11 @@ class Breakdown(Measuring[Result, Turn]):
                     self.result.requests[at] = msgspec.structs.replace(request, is_same=own == right)
 
 
-def _line(batch: Sequence[Request], seen: Sequence[Seen]) -> str:
+def _line(batch: Sequence[Request], observed: Sequence[Observed]) -> str:
     """A one-line summary of a batch."""
     ttft_ms = statistics.fmean(request.ttft_ms for request in batch)
     gaps = [gap for request in batch for gap in request.itl_ms]
     itl = f", {statistics.fmean(gaps):.1f} ms between tokens" if gaps else ""
     wrong = "; an answer DIFFERS from plain vLLM's" if any(request.is_same is False for request in batch) else ""
-    lacks = next((f"; it lacks {each.lacks}" for each in seen if each.lacks), "")
+    lacks = next((f"; it lacks {each.lacks}" for each in observed if each.lacks), "")
     return f"first token after {ttft_ms:,.0f} ms{itl}{wrong}{lacks}"

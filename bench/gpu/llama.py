@@ -33,7 +33,7 @@ from pdx.telemetry.timeline import Breakdown, Event, Moment, breakdown
 from pdx.wire.proxy import NodeReport, decode_to_proxy
 
 
-class Scribe:
+class ReportCollector:
     """Collects the reports of nodes whose `proxy` is `address`; answers nothing."""
 
     def __init__(self, folder: Path) -> None:
@@ -53,17 +53,17 @@ class Scribe:
         while missing := wanted - {moment.event for moment in self._moments.get(name, [])}:
             if not self._router.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
                 raise RuntimeError(f"not told of {name} within {timeout_s} s: {', '.join(sorted(missing))}")
-            self._hear()
+            self._receive()
         return breakdown(self._moments.pop(name))
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         _, frame = self._router.recv_multipart()
         report = decode_to_proxy(frame)
         for mark in report.marks if isinstance(report, NodeReport) else ():
             moment = Moment(mark.event, mark.at_ns, mark.engine, mark.nbytes, mark.tokens)
             self._moments.setdefault(mark.transfer, []).append(moment)
 
-    def __enter__(self) -> Scribe:
+    def __enter__(self) -> ReportCollector:
         return self
 
     def __exit__(
@@ -145,12 +145,12 @@ class Stage:
         self._channel = channel
         self._random = random.Random(prompt_tokens)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdx-bench-")))
-        self._scribe = stack.enter_context(Scribe(folder))
+        self._reports = stack.enter_context(ReportCollector(folder))
         prompt_bytes = prompt_tokens * sizes.token_bytes
         node = {
             "arena_bytes": prompt_bytes * 3 // 2 + 64 * MIB,
             "peer_share": 1.0,
-            "proxy": self._scribe.address,
+            "proxy": self._reports.address,
             **({"gpu": sizes.node_gpu} if sizes.node_gpu else {}),
         }
         self._addresses = stack.enter_context(nodes_for(channel, node))
@@ -215,7 +215,7 @@ class Stage:
         transfer, prefilled, decoded = self._hand_over()
         if decoded["loaded_tokens"] < self._prompt_tokens - self._sizes.chunk_tokens:
             raise RuntimeError(f"the decoder has loaded {decoded['loaded_tokens']} of {self._prompt_tokens} tokens")
-        times = self._scribe.transfer(transfer, Event.PUSHED if self._channel else Event.LOAD_END)
+        times = self._reports.transfer(transfer, Event.PUSHED if self._channel else Event.LOAD_END)
         if times.handoff_ms is None or times.hidden_share is None:
             raise RuntimeError(f"the timeline has holes: {times}")
         prefill_ms = (prefilled["prefill_end_ns"] - prefilled["added_ns"]) / 1e6

@@ -234,14 +234,14 @@ def steps_of(
         return found
 
     return [
-        Step(words(case) + (", saturated" if is_saturated else ""), partial(step, case, is_saturated=is_saturated))
+        Step(case_title(case) + (", saturated" if is_saturated else ""), partial(step, case, is_saturated=is_saturated))
         for case, is_saturated in cases
     ]
 
 
 def figures(row: Row) -> list[Figure]:
     """What the proxy adds at the engines' pace."""
-    name, exposed = words(row), row.proxy.exposed
+    name, exposed = case_title(row), row.proxy.exposed
     assert exposed is not None
     directly = f"{row.proxy.ttft.p50_ms:.2f}, directly {row.direct.ttft.p50_ms:.2f}"
     return [
@@ -257,7 +257,7 @@ def figures(row: Row) -> list[Figure]:
 
 def saturated_figures(row: Row) -> list[Figure]:
     """Requests per second with engines that answer at once."""
-    name = f"{words(row)}, saturated"
+    name = f"{case_title(row)}, saturated"
     note = f"directly {row.direct.requests_per_s:,.1f}"
     return [
         plain(f"{name}: requests", row.proxy.requests_per_s, "1/s", note),
@@ -289,5 +289,5 @@ def _cost(fewer: Way, more: Way, fewer_tokens: int, more_tokens: int) -> tuple[f
     return token_ms * 1e3, fewer.cpu_ms - token_ms * fewer_tokens
 
 
-def words(case: Case | Row) -> str:
+def case_title(case: Case | Row) -> str:
     return f"{case.mode}, {case.concurrency} at once, {case.prompt_tokens:,} + {case.tokens} tokens"

@@ -96,7 +96,7 @@ def stage(pace: Pace, *, other: Sequence[str] = (), workers: int = 1) -> Iterato
             proxies.append(_python(_EXAMPLE, "example", example_url, f"--port={ports[2]}", *engines))
         servers.start(proxies, START_S)
         made = {name: Front(url, admin_url, servers.pid(name)) for name, (url, admin_url) in fronts.items()}
-        with _reported(controls, prefill_url, decode_url):
+        with _reporting(controls, prefill_url, decode_url):
             for front in made.values():
                 for _ in range(1 if front.admin_url else _LOOKS * workers):
                     _wait_for_nodes(front.url)
@@ -109,7 +109,7 @@ def _python(module: str, name: str, url: str, *options: str) -> Command:
 
 
 @contextlib.contextmanager
-def _reported(controls: Sequence[str], prefill_url: str, decode_url: str) -> Iterator[None]:
+def _reporting(controls: Sequence[str], prefill_url: str, decode_url: str) -> Iterator[None]:
     """Report the engines to the proxies as a node would: without that, nothing is forwarded, and the two legs of a chat
     do not overlap. `controls`: their sockets."""
     facts = EngineFacts(MODEL_LEN, looks_back=False)
