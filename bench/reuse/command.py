@@ -125,7 +125,7 @@ def reuse(
         targets=targets,
         max_engines=max_engines or room_for_engines(bed),
         out=out,
-        facts={"gbit": gbit, "own_cache_bytes": sizes.own, "arena_of_many": sizes.arena_of_many},
+        facts={"gbit": gbit, "own_cache_bytes": sizes.own_cache, "arena_of_many": sizes.arena_of_many},
     )
     sys.exit(run(plan))
 
@@ -151,7 +151,7 @@ def prepare(
     small = TOGETHER * longest * kv_bytes
     everything = int(ROOM * working_set * kv_bytes) + small
     bed = replace(bed, flags=(*bed.flags, KV_FLAG, str(small)), arena=f"{-(-everything // MIB)}MiB")
-    return bed, Sizes(own=everything, arena_of_many=small, gbit=gbit, disk=disk)
+    return bed, Sizes(own_cache=everything, arena_of_many=small, gbit=gbit, disk=disk)
 
 
 def _is_default(context: click.Context, name: str) -> bool:

@@ -15,7 +15,7 @@ import numpy
 from pdx.bench.harness.report import Figure, at_least, plain
 from pdx.bench.reuse.records import ALONE, BURST, FIRST, KNOWN, Point, Result
 from pdx.bench.reuse.systems import SOURCES, Source
-from pdx.bench.reuse.workload import titled
+from pdx.bench.reuse.workload import load_title
 
 ORACLE = "recompute"  # the system whose answers are right; all others are compared with it if it is measured
 OURS = ("pdx-both", "pdx-both-128", "pdx-both-disk", "pdx-central", "pdx-central-128")
@@ -82,7 +82,7 @@ def targets_ms(result: Result, workload: str, repeat: int) -> list[tuple[float, 
 
     It is the TTFT of the reference, because other systems may spend time on saving KV.
     """
-    base = [p for p in result.points if _is(p, reference(result.points), workload, FIRST) and p.repeat == repeat]
+    base = [p for p in result.points if _matches(p, reference(result.points), workload, FIRST) and p.repeat == repeat]
     alone_ms = percentile((each.ttft_ms for point in base for each in point.asked if each.turn == 0), 50)
     return [(times, times * alone_ms) for times in result.settings["targets"]] if base else []
 
@@ -160,8 +160,8 @@ def _reach_ratio(
 def _times(result: Result, workload: str) -> Iterator[Figure]:
     for system in systems_of(result):
         for load in dict.fromkeys(p.load for p in result.points if (p.system, p.workload) == (system, workload)):
-            points = [point for point in result.points if _is(point, system, workload, load)]
-            head = f"{workload}, {system}, {titled(load)}"
+            points = [point for point in result.points if _matches(point, system, workload, load)]
+            head = f"{workload}, {system}, {load_title(load)}"
             per_s = [point.requests_per_s for point in points]
             yield plain(f"{head}: answered", statistics.median(per_s), "requests/s", _spread(per_s))
             for name, of in (("TTFT", ttft), ("ITL", itl)):
@@ -176,7 +176,7 @@ def _times(result: Result, workload: str) -> Iterator[Figure]:
                 ]
                 yield from _ratio(f"{workload}, all at once: answered per second, {ours} / {other}", *ratios)
                 times = [_by_repeat(result, each, workload, KNOWN, lambda p: ttft(p, 50)) for each in (other, ours)]
-                yield from _ratio(f"{workload}, {titled(KNOWN)}: TTFT p50, {other} / {ours}", *times)
+                yield from _ratio(f"{workload}, {load_title(KNOWN)}: TTFT p50, {other} / {ours}", *times)
 
 
 def _sources(result: Result, workload: str) -> Iterator[Figure]:
@@ -199,13 +199,13 @@ def _checks(result: Result) -> Iterator[Figure]:
         yield at_least(
             "answers that are those of the reference", sum(same) / len(same), "", 1.0, f"{sum(same)} of {len(same)}"
         )
-    meant = [is_as_meant(result, point) for point in result.points if point.load != FIRST]
-    if meant:
-        note = f"{sum(meant)} of {len(meant)}"
-        yield at_least("loads whose tokens were found where they should be", sum(meant) / len(meant), "", 1.0, note)
+    passed = [found_as_expected(result, point) for point in result.points if point.load != FIRST]
+    if passed:
+        note = f"{sum(passed)} of {len(passed)}"
+        yield at_least("loads whose tokens were found where they should be", sum(passed) / len(passed), "", 1.0, note)
 
 
-def is_as_meant(result: Result, point: Point) -> bool:
+def found_as_expected(result: Result, point: Point) -> bool:
     """Whether tokens were found where the system should have them, and nearly all known ones if it can hold them."""
     local, external = point.found.local, point.found.external
     source = SOURCES[point.system]
@@ -234,12 +234,12 @@ def _is_rival(ours: str, other: str) -> bool:
     return other in (ORACLE, BEST_OWN) or ("central" in ours) == ("central" in other)
 
 
-def _is(point: Point, system: str, workload: str, load: str) -> bool:
+def _matches(point: Point, system: str, workload: str, load: str) -> bool:
     return (point.system, point.workload, point.load) == (system, workload, load)
 
 
 def _by_repeat(result: Result, system: str, workload: str, load: str, of: Callable[[Point], float]) -> dict[int, float]:
-    return {point.repeat: of(point) for point in result.points if _is(point, system, workload, load)}
+    return {point.repeat: of(point) for point in result.points if _matches(point, system, workload, load)}
 
 
 def _ratio(

@@ -21,7 +21,7 @@ from pdx.bench.reuse.figures import (
     ttft,
 )
 from pdx.bench.reuse.records import ALONE, Point, Result
-from pdx.bench.reuse.workload import titled
+from pdx.bench.reuse.workload import load_title
 from pdx.errors import ConfigError
 
 RESULT = "result.json"
@@ -92,7 +92,7 @@ def table(result: Result, workload: str) -> Table:
         mine = [point for point in result.points if (point.system, point.workload) == (system, workload)]
         for load in dict.fromkeys(point.load for point in mine):
             points = [point for point in mine if point.load == load]
-            shown.add_row(system, titled(load), *_cells(points))
+            shown.add_row(system, load_title(load), *_cells(points))
     return shown
 
 

@@ -175,19 +175,19 @@ class Player:
         due_s: float,
         start_s: float,
     ) -> list[Asked]:
-        said = self._ids(session.document) if session.document else []
+        prompt = self._ids(session.document) if session.document else []
         asked: list[Asked] = []
         for number, turn in enumerate(session.messages):
             if number:
                 due_s = time.monotonic() - start_s + turn.think_s
-            said += self._ids(turn.passage)
+            prompt += self._ids(turn.passage)
             await asyncio.sleep(start_s + due_s - time.monotonic())
             self._num_sent += 1
-            body = completion(self._model, said, self._output_tokens, wants_ids=True)
+            body = completion(self._model, prompt, self._output_tokens, wants_ids=True)
             answer = await ask(client, url, body, f"pdx-bench-reuse-{self._num_sent}")
-            if (answer.prompt_tokens, len(answer.token_ids)) != (len(said), self._output_tokens):
+            if (answer.prompt_tokens, len(answer.token_ids)) != (len(prompt), self._output_tokens):
                 raise AskFailed(
-                    f"asked for {len(said)} tokens of prompt and {self._output_tokens} of answer, got "
+                    f"asked for {len(prompt)} tokens of prompt and {self._output_tokens} of answer, got "
                     f"{answer.prompt_tokens} and {len(answer.token_ids)}"
                 )
             asked.append(
@@ -198,11 +198,11 @@ class Player:
                     end_s=time.monotonic() - start_s,
                     ttft_ms=answer.ttft_ms + (answer.sent_ns / 1e9 - start_s - due_s) * 1e3,  # from when it was due
                     itl_ms=answer.itl_ms,
-                    prompt_tokens=len(said),
+                    prompt_tokens=len(prompt),
                     token_ids=answer.token_ids,
                 )
             )
-            said += answer.token_ids
+            prompt += answer.token_ids
         return asked
 
     def _ids(self, passage: Passage) -> list[int]:

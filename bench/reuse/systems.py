@@ -41,7 +41,7 @@ class Source(StrEnum):
 class Sizes:
     """Sizes of memory, in bytes, and the line and the disk behind it."""
 
-    own: int  # of an engine's KV cache that holds everything at once
+    own_cache: int  # of an engine's KV cache that holds everything at once
     arena_of_many: int  # of the memory beside an engine, if a store for all hosts or a disk is behind it
     gbit: float  # speed of the line to that store, in 10⁹ bits per second
     disk: str = ""  # a folder on the disk below the node; empty: none
@@ -54,7 +54,7 @@ class Recompute(Plain):
         super().__init__("recompute", "vLLM without any cache")
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        return [_with(command, "--no-enable-prefix-caching") for command in super().engine_commands(bed, ports)]
+        return [_with_options(command, "--no-enable-prefix-caching") for command in super().engine_commands(bed, ports)]
 
 
 class OwnCache(Plain):
@@ -66,7 +66,7 @@ class OwnCache(Plain):
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
         size = ("--kv-cache-memory-bytes", str(self._nbytes))  # overrides the one in `Bed.flags`
-        return [_with(command, *size) for command in super().engine_commands(bed, ports)]
+        return [_with_options(command, *size) for command in super().engine_commands(bed, ports)]
 
 
 class Central:
@@ -128,7 +128,7 @@ class WithRedis(Plain):
     _arena: int  # bytes, of each KV store
 
     @abstractmethod
-    def way(self, ports: Ports) -> tuple[str, ...]:
+    def redis_options(self, ports: Ports) -> tuple[str, ...]:
         """Options that connect the KV store to Redis."""
 
     def why_not(self) -> str:
@@ -137,15 +137,15 @@ class WithRedis(Plain):
     def store_command(self, bed: Bed, ports: Ports) -> Command:
         command = super().store_command(replace(bed, arena=_mib(self._arena)), ports)
         assert command is not None
-        return replace(command, options=(*command.options, *self.way(ports)))
+        return replace(command, options=(*command.options, *self.redis_options(ports)))
 
     def stores(self, bed: Bed, ports: Ports) -> list[Command]:
         own = self.store_command(bed, ports)
-        first = replace(self.store_command(bed, _other(ports)), name=f"first-{own.name}")
+        first = replace(self.store_command(bed, _first_ports(ports)), name=f"first-{own.name}")
         return [*self._central.commands(bed, ports), first, own]
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        return _two_engines(bed, super().engine_commands(bed, _other(ports)), super().engine_commands(bed, ports))
+        return _two_engines(bed, super().engine_commands(bed, _first_ports(ports)), super().engine_commands(bed, ports))
 
     def running(self, servers: Servers, engines: Sequence[Command], proxy: Command | None, ports: Ports) -> Running:
         return CentralRunning(servers, engines, ports.store)
@@ -166,7 +166,7 @@ class PdxCentral(WithRedis, PdxWith):
         self.title = self.title.replace("one engine and its node, ", "")
         self._central, self._arena = Central(sizes.gbit), sizes.arena_of_many
 
-    def way(self, ports: Ports) -> tuple[str, ...]:
+    def redis_options(self, ports: Ports) -> tuple[str, ...]:
         return "--remote", f"redis://127.0.0.1:{ports.line}"
 
 
@@ -193,7 +193,7 @@ class LMCacheCentral(WithRedis, LMCache):
         self.title = f"{self.title}, two engines and servers, one Redis behind {sizes.gbit:g} Gb/s"
         self._central, self._arena = Central(sizes.gbit), sizes.arena_of_many
 
-    def way(self, ports: Ports) -> tuple[str, ...]:
+    def redis_options(self, ports: Ports) -> tuple[str, ...]:
         return "--l2-adapter", json.dumps({"type": "resp", "host": "127.0.0.1", "port": ports.line})
 
 
@@ -202,7 +202,7 @@ def contenders(sizes: Sizes) -> dict[str, System]:
     systems: list[System] = [
         Recompute(),
         Plain(),
-        OwnCache(sizes.own),
+        OwnCache(sizes.own_cache),
         PdxAlone(),
         SYSTEMS["pdx-both-128"],
         PdxDisk(sizes),
@@ -227,11 +227,11 @@ SOURCES: Mapping[str, Source] = {
 }
 
 
-def _with(command: Command, *options: str) -> Command:
+def _with_options(command: Command, *options: str) -> Command:
     return replace(command, options=(*command.options, *options))
 
 
-def _other(ports: Ports) -> Ports:
+def _first_ports(ports: Ports) -> Ports:
     """Ports of the engine that fills the store for all hosts, and of the KV store beside that engine."""
     return replace(ports, prefill=ports.decode, prefill_side=ports.decode_side, proxy=ports.spare)
 

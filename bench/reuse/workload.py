@@ -101,10 +101,10 @@ class Turn:
     rate: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.system}, {self.workload}, {titled(self.load)}, repeat {self.repeat + 1}"
+        return f"{self.system}, {self.workload}, {load_title(self.load)}, repeat {self.repeat + 1}"
 
 
-def titled(load: str) -> str:
+def load_title(load: str) -> str:
     words = {FIRST: "one at a time", KNOWN: "one at a time, known", BURST: "all at once"}
     return words.get(load) or f"load {load}"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pdx.bench.reuse import records
-from pdx.bench.reuse.figures import Reached, figures, is_as_meant, reached
+from pdx.bench.reuse.figures import Reached, figures, found_as_expected, reached
 from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, SESSIONS, Asked, Point, Result
 from pdx.bench.systems.engine_metrics import Found
 from pdx.bench.systems.plan import SystemFacts
@@ -128,7 +128,7 @@ def test_a_repeat_in_which_a_target_was_missed_is_told():
 )
 def test_tokens_are_where_the_system_is_to_have_them(system, local, external, is_meant):
     one = point(system, BURST, [1.0], found=Found(1032.0 - local - external, local, external))
-    assert is_as_meant(result([one]), one) is is_meant
+    assert found_as_expected(result([one]), one) is is_meant
 
 
 def test_of_a_session_what_it_asked_before_is_known():
@@ -136,7 +136,7 @@ def test_of_a_session_what_it_asked_before_is_known():
     known = 3 * BLOCK + 5 * BLOCK  # of 500 and of 700 tokens
     for found, is_meant in ((known, True), (known // 2, False)):
         one = Point("pdx-both", SESSIONS, 0, BURST, None, Found(2100.0 - found, 0.0, found), each)
-        assert is_as_meant(result([one]), one) is is_meant
+        assert found_as_expected(result([one]), one) is is_meant
 
 
 def test_what_must_hold_is_a_figure():

@@ -10,7 +10,7 @@ from installed import config_of, packages
 from pdx.bench.reuse.systems import NAMES, Sizes, contenders
 
 MIB = 1 << 20
-SIZES = Sizes(own=900 * MIB, arena_of_many=200 * MIB, gbit=15.0)
+SIZES = Sizes(own_cache=900 * MIB, arena_of_many=200 * MIB, gbit=15.0)
 HOME, OTHER = "VLLM_CPU_OMP_THREADS_BIND=0", "VLLM_CPU_OMP_THREADS_BIND=1"
 
 
