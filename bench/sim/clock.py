@@ -19,7 +19,7 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def at(self, when: float, what: Callable[[], None]) -> None:
+    def call_at(self, when: float, what: Callable[[], None]) -> None:
         """Schedule a call; one in the past is due at once."""
         heapq.heappush(self._due, (max(when, self.now), next(self._numbers), what))
 

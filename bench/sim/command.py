@@ -121,14 +121,14 @@ def sim(
 
     if apart and sweep:
         raise ConfigError("--apart and --sweep are two different questions; ask one")
-    asked = SimpleNamespace(**options)
-    found = traces_of(traces, asked)
+    chosen = SimpleNamespace(**options)
+    found = traces_of(traces, chosen)
     if sweep:
-        _sweep(found, asked, sweep, as_json)
+        _sweep(found, chosen, sweep, as_json)
     elif apart:
-        _apart(found, asked, apart, as_json)
+        _apart(found, chosen, apart, as_json)
     else:
-        _simulate(found, asked, as_json)
+        _simulate(found, chosen, as_json)
 
 
 def _simulate(traces: Sequence[Trace], options: SimpleNamespace, as_json: bool) -> None:
@@ -188,14 +188,14 @@ def _sweep(traces: Sequence[Trace], options: SimpleNamespace, sweep: str, as_jso
     sizes = _sizes(values) if what == "host" else []
     points: list[Point] = []
     with ProgressBar(len(traces) * (len(times) or len(sizes) * len(policies))) as bar:
-        told = partial(bar.advance, 1)
+        on_point = partial(bar.advance, 1)
         for trace in traces:
             if times:
-                points += by_time(trace, token_bytes, what, times, told)
+                points += by_time(trace, token_bytes, what, times, on_point)
                 continue
             demand = demand_bytes(trace, token_bytes)
             rooms = [size * demand if is_share else size for size, is_share in sizes]
-            points += by_room(trace, token_bytes, rooms, policies, told)
+            points += by_room(trace, token_bytes, rooms, policies, on_point)
     if as_json:
         click.echo(msgspec.json.encode(points))
     else:

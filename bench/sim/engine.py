@@ -44,7 +44,7 @@ class Served(msgspec.Struct, eq=False):
     request: Request
     arrived_at: float
     in_memory: int = 0  # leading blocks in host memory when it arrived …
-    at_turn: int = 0  # … and when its turn came
+    in_memory_at_turn: int = 0  # … and when its turn came
     answer: Admitted | None = None
     origins: Sequence[str] = ()  # of the blocks that were found
     is_asked: bool = False
@@ -53,7 +53,7 @@ class Served(msgspec.Struct, eq=False):
     first_at: float = math.inf
     ended_at: float = math.inf
     context: int = 0  # tokens in the KV cache
-    left: int = 0  # tokens of the answer to come
+    tokens_left: int = 0  # tokens of the answer to come
     use: Use | None = None  # the load that its router counts
 
     @property
@@ -66,7 +66,7 @@ class Served(msgspec.Struct, eq=False):
 
 
 class SimulatedEngine:
-    """One engine. The caller that runs the clock calls `go_on` after each of the engine's events."""
+    """One engine. The caller that runs the clock calls `advance` after each of the engine's events."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class SimulatedEngine:
         on_event: Callable[[SimulatedEngine], None],
         on_turn: Callable[[Served], None],
     ) -> None:
-        """`on_turn`: a request gets its turn. `on_over`: it has its last token. `on_event`: `go_on` must be called."""
+        """`on_turn`: a request gets its turn. `on_over`: it has its last token. `on_event`: call `advance`."""
         self.busy_s = 0.0
         self.prefill_s = 0.0  # of steps with a part of a prompt
         self.loaded_blocks = 0  # copied into the KV cache
@@ -95,7 +95,7 @@ class SimulatedEngine:
         self._room = model.kv_room_tokens
         self._used = 0  # tokens of the KV cache that requests occupy
         self._waiting: deque[Served] = deque()
-        self._turned = 0  # requests that have had their turn and are not over
+        self._num_in_batch = 0  # requests that have had their turn and are not over
         self._prompts: deque[Served] = deque()  # loaded; the first is being computed, the others are queued
         self._decoding: list[Served] = []
         self._step = 0  # number of the current step; the end of one that was cut has an older number
@@ -129,7 +129,7 @@ class SimulatedEngine:
 
     # ---- turns ------------------------------------------------------------------------------
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Act on an event: give requests their turns as far as there is room, and begin a step if none is running."""
         self._take_turns()
         if self._run is not None and self._prompts:
@@ -139,22 +139,22 @@ class SimulatedEngine:
 
     def _take_turns(self) -> None:
         at = 0
-        while at < len(self._waiting) and self._turned < self._settings.batch:
+        while at < len(self._waiting) and self._num_in_batch < self._settings.batch:
             served = self._waiting[at]
             if served.turn_at == math.inf:  # blocks that are loaded from now on have made it wait
                 served.turn_at = self._clock.now
-                served.at_turn = self._node.leading_in_memory(served.request)
+                served.in_memory_at_turn = self._node.leading_in_memory(served.request)
             if not served.is_asked:
                 self._ask(served)
             if served.answer is None:
                 at += 1
                 continue
             needed = served.request.tokens + served.request.output
-            if self._used + needed > self._room and self._turned:
+            if self._used + needed > self._room and self._num_in_batch:
                 return
             del self._waiting[at]
             self._used += needed
-            self._turned += 1
+            self._num_in_batch += 1
             self._on_turn(served)
             self._load(served)
 
@@ -170,7 +170,7 @@ class SimulatedEngine:
             served.context = min(tokens, served.request.tokens - 1)  # the last token is always computed
             self._prompts.append(served)
 
-        self._clock.at(end, loaded)
+        self._clock.call_at(end, loaded)
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -187,12 +187,12 @@ class SimulatedEngine:
             taken_s = self._model.step_s(batch, context, chunk, prompt.context)
             self.busy_s += taken_s
             self.prefill_s += taken_s
-            self._clock.at(self._clock.now + taken_s, lambda: self._end_step(number, 1, chunk))
+            self._clock.call_at(self._clock.now + taken_s, lambda: self._end_step(number, 1, chunk))
             return
-        count = min(MOST_STEPS, min(each.left for each in self._decoding))
+        count = min(MOST_STEPS, min(each.tokens_left for each in self._decoding))
         step_s = self._model.step_s(batch, context + count / 2)
         self._run = self._clock.now, step_s, count
-        self._clock.at(self._clock.now + count * step_s, lambda: self._end_step(number, count, 0))
+        self._clock.call_at(self._clock.now + count * step_s, lambda: self._end_step(number, count, 0))
 
     def _cut(self) -> None:
         """A prompt is ready: end the run of steps after the one that has begun."""
@@ -203,7 +203,7 @@ class SimulatedEngine:
             self._run = since, step_s, taken
             self._step += 1
             number = self._step
-            self._clock.at(since + taken * step_s, lambda: self._end_step(number, taken, 0))
+            self._clock.call_at(since + taken * step_s, lambda: self._end_step(number, taken, 0))
 
     def _end_step(self, number: int, count: int, chunk: int) -> None:
         if number != self._step:
@@ -214,20 +214,20 @@ class SimulatedEngine:
             self._run = None
         self._is_stepping = False
         for each in self._decoding:
-            each.left -= count
+            each.tokens_left -= count
             each.context += count
-        over = [each for each in self._decoding if each.left <= 0]
-        self._decoding = [each for each in self._decoding if each.left > 0]
+        ended = [each for each in self._decoding if each.tokens_left <= 0]
+        self._decoding = [each for each in self._decoding if each.tokens_left > 0]
         if chunk:
-            self._computed(self._prompts[0], chunk, over)
-        for each in over:
+            self._chunk_computed(self._prompts[0], chunk, ended)
+        for each in ended:
             each.ended_at = self._clock.now
             self._used -= each.request.tokens + each.request.output
-            self._turned -= 1
-            self._node.keep(each.request)
+            self._num_in_batch -= 1
+            self._node.store_answer(each.request)
             self._on_over(each)
 
-    def _computed(self, prompt: Served, chunk: int, over: list[Served]) -> None:
+    def _chunk_computed(self, prompt: Served, chunk: int, ended: list[Served]) -> None:
         prompt.context += chunk
         if prompt.context < prompt.request.tokens:
             return
@@ -235,7 +235,7 @@ class SimulatedEngine:
         prompt.first_at = self._clock.now
         if prompt.use is not None:
             prompt.use.answered(prompt.arrived_at, self._clock.now)
-        prompt.left = prompt.request.output - 1
+        prompt.tokens_left = prompt.request.output - 1
         assert prompt.answer is not None
-        self._node.computed(prompt.answer)
-        (self._decoding if prompt.left > 0 else over).append(prompt)
+        self._node.seal_granted(prompt.answer)
+        (self._decoding if prompt.tokens_left > 0 else ended).append(prompt)

@@ -90,13 +90,13 @@ class SimulatedNode:
         self._scale = block_bytes / GRANULE_BYTES
         self._scheduler = self._attach("scheduler")
         self._worker = self._attach("worker")
-        self._late: dict[int, Callable[[Admitted], None]] = {}
+        self._late_callbacks: dict[int, Callable[[Admitted], None]] = {}
         self.tick_at = 0.0  # when its deadlines are checked next
         self.most_blocks = 0  # the most that memory has held after a turn
         self.is_touched = False  # whether a turn might change something now
         self.on_touched: Callable[[SimulatedNode], None] = lambda node: None  # called when this becomes true
 
-    def meet(self, others: Sequence[SimulatedNode], device: Device) -> None:
+    def add_peers(self, others: Sequence[SimulatedNode], device: Device) -> None:
         """Let this node fetch what the others have in memory, as over a network, where that pays."""
         tier = self._tier(device, self._scale, PeersTier)
         tier.others = [node.service.store for node in others]
@@ -132,7 +132,7 @@ class SimulatedNode:
 
     # ---- what an engine asks -----------------------------------------------------------------
 
-    def computes(self, block_s: float) -> None:
+    def report_pace(self, block_s: float) -> None:
         """Report how long the engine computes for a block: loads that would take longer are skipped. 0: unknown."""
         self._ask(self._worker, Ping(chunk_s=block_s))
 
@@ -141,7 +141,7 @@ class SimulatedNode:
         answer and the keys of the hits. Blocks of the same content at other positions are used if they are more."""
 
         def answered(answer: Admitted) -> None:
-            pieces = self._moved(request, answer.hits)
+            pieces = self._find_moved(request, answer.hits)
             if not pieces:
                 then(answer, request.keys[: answer.hits])
                 return
@@ -158,9 +158,9 @@ class SimulatedNode:
         ask = Admit(list(request.keys), GRANULE_BYTES, 1, lease_s=ENGINE_S, partial=True, wait_s=WAIT_S, request=name)
         self._admit(replace(ask, tokens=request.prompt_tokens), answered)
 
-    def _moved(self, request: Request, hits: int) -> list[Piece]:
+    def _find_moved(self, request: Request, hits: int) -> list[Piece]:
         """Its leading blocks, at whatever positions they were computed, if there are more than `hits`; else none."""
-        if hits >= request.whole:
+        if hits >= request.num_whole:
             return []
         found = self._ask(self._scheduler, FindMoved(SCOPE, request.ids, 1))
         assert isinstance(found, Moved)
@@ -169,7 +169,7 @@ class SimulatedNode:
     def _admit(self, ask: Admit, then: Callable[[Admitted], None]) -> None:
         answer = self._ask(self._scheduler, ask)
         if answer is None:
-            self._late[self._scheduler.last_seq] = then
+            self._late_callbacks[self._scheduler.last_seq] = then
         elif isinstance(answer, Admitted):
             then(answer)
 
@@ -177,20 +177,20 @@ class SimulatedNode:
         """Announce that a queued request will ask for these keys."""
         self._ask(self._scheduler, Expect(request, list(keys)))
 
-    def computed(self, answer: Admitted) -> None:
+    def seal_granted(self, answer: Admitted) -> None:
         """Fill and seal all that was granted: it is computed."""
         if answer.granted_slots:
             self._ask(self._worker, Fill(answer.granted_slots, 0, 1, seal=True))
 
-    def keep(self, request: Request) -> None:
+    def store_answer(self, request: Request) -> None:
         """Store the further whole blocks that the answer has completed."""
-        if request.more:
-            parent = request.keys[request.whole - 1] if request.whole else b""
-            told = request.answer_tokens
-            ask = Admit(list(request.more), GRANULE_BYTES, 1, partial=True, parent=parent, tokens=told)
+        if request.answer_keys:
+            parent = request.keys[request.num_whole - 1] if request.num_whole else b""
+            tokens = request.answer_tokens
+            ask = Admit(list(request.answer_keys), GRANULE_BYTES, 1, partial=True, parent=parent, tokens=tokens)
             answer = self._ask(self._scheduler, ask)
             if isinstance(answer, Admitted):
-                self.computed(answer)
+                self.seal_granted(answer)
 
     def release(self, answer: Admitted) -> None:
         """Release the lease: the hits are in the engine's own memory."""
@@ -200,7 +200,7 @@ class SimulatedNode:
     def leading_in_memory(self, request: Request) -> int:
         """How many of its leading blocks are in host memory, at whatever positions they were computed."""
         count = self.in_memory(request.keys)
-        return max(count, self.in_memory([piece.key for piece in self._moved(request, count)]))
+        return max(count, self.in_memory([piece.key for piece in self._find_moved(request, count)]))
 
     def in_memory(self, keys: Sequence[bytes]) -> int:
         """How many of the leading keys are in host memory."""
@@ -243,7 +243,7 @@ class SimulatedNode:
         for _, number, answer in self.service.admissions.late_answers():
             if isinstance(answer, Admitted):
                 self._touch()
-                self._late.pop(number)(answer)
+                self._late_callbacks.pop(number)(answer)
 
     def _tick(self) -> None:
         if self._clock.now >= self.tick_at:

@@ -29,7 +29,7 @@ def traces_of(paths: Sequence[Path], options: Any) -> list[Trace]:
         raise ConfigError("give the files of traces, or --sessions with how many to generate")
     found = [read(path) for path in paths]
     if options.sessions:
-        asked = Conversations(
+        conversations = Conversations(
             sessions=options.sessions,
             rate=options.session_rate,
             think_s=parse_time(options.think),
@@ -38,9 +38,9 @@ def traces_of(paths: Sequence[Path], options: Any) -> list[Trace]:
             block_tokens=parse_count(options.block),
             seed=options.seed,
         )
-        if asked.window < 4 * asked.block_tokens:
+        if conversations.window < 4 * conversations.block_tokens:
             raise ConfigError(f"--window {options.window} has no room for four blocks of {options.block} tokens")
-        found.append(generate(asked))
+        found.append(generate(conversations))
     return [_at_rate(trace, options.rate) for trace in found]
 
 

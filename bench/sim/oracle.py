@@ -15,32 +15,32 @@ NEVER = 1 << 60
 
 class Future(Mapping[bytes, Mapping[int, int]]):
     """The turn at which each key is wanted next, and its index in that prompt, in the form of `TierHost.wanted`. A
-    request wants its keys until it has had its turn (`over`)."""
+    request wants its keys until it has had its turn (`mark_turn`)."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         if any(request.content for request in requests):
             raise ConfigError("belady knows keys, and what is moved is wanted by what it holds: another policy")
         self._wanted: dict[bytes, deque[int]] = {}
-        self._places: dict[bytes, int] = {}
-        self._over: set[int] = set()
+        self._positions: dict[bytes, int] = {}
+        self._had_turn: set[int] = set()
         self._arrived: dict[int, int] = {}  # request -> its place in the order of arrival
         for number, request in enumerate(requests):
             for place, key in enumerate(request.keys):
                 self._wanted.setdefault(key, deque()).append(number)
-                self._places[key] = place
+                self._positions[key] = place
 
-    def arrives(self, number: int) -> None:
+    def mark_arrived(self, number: int) -> None:
         """The request is queued now. A session's request may arrive later than in the trace."""
         self._arrived[number] = len(self._arrived)
 
-    def over(self, number: int) -> None:
+    def mark_turn(self, number: int) -> None:
         """The request has had its turn."""
-        self._over.add(number)
+        self._had_turn.add(number)
 
-    def next(self, key: bytes) -> int:
+    def next_use(self, key: bytes) -> int:
         """The turn at which the key is wanted next, as far as it is known."""
         numbers = self._wanted.get(key, ())
-        while numbers and numbers[0] in self._over:
+        while numbers and numbers[0] in self._had_turn:
             numbers.popleft()
         return self._arrived.get(numbers[0], max(numbers[0], len(self._arrived))) if numbers else NEVER
 
@@ -48,7 +48,7 @@ class Future(Mapping[bytes, Mapping[int, int]]):
         return True  # a key that is never wanted again goes first, and displaces no other
 
     def __getitem__(self, key: bytes) -> Mapping[int, int]:
-        return {self.next(key): self.place(key)}
+        return {self.next_use(key): self.position(key)}
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._wanted)
@@ -56,9 +56,9 @@ class Future(Mapping[bytes, Mapping[int, int]]):
     def __len__(self) -> int:
         return len(self._wanted)
 
-    def place(self, key: bytes) -> int:
+    def position(self, key: bytes) -> int:
         """The key's index in its prompts."""
-        return self._places.get(key, NEVER)
+        return self._positions.get(key, NEVER)
 
 
 class Belady(Ranked[E]):
@@ -75,7 +75,7 @@ class Belady(Ranked[E]):
 
     def insert(self, chunk: E, before: E | None = None) -> None:
         self._numbers += 1
-        chunk.rank = -self._future.next(chunk.key), -self._future.place(chunk.key), self._numbers
+        chunk.rank = -self._future.next_use(chunk.key), -self._future.position(chunk.key), self._numbers
         self._ranks.add(chunk)
 
     def victims(self, start: E | None) -> Iterator[E]:

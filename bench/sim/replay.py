@@ -30,14 +30,14 @@ BELADY = "belady"
 HOUR_S = 3600.0
 
 
-class Kept(msgspec.Struct, frozen=True):
+class Replayed(msgspec.Struct, frozen=True):
     """The result of a replay."""
 
     hit_share: float  # of the tokens of all prompts
     most_blocks: int  # the most in memory after a request
 
 
-def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Kept:
+def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Replayed:
     """Replay with memory of `blocks` blocks. `policy`: as in `pdx node --policy`, or `belady`, which knows the trace.
 
     Requests come at the trace's times.
@@ -57,20 +57,19 @@ def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Kept:
             clock.now = request.at_s
             store.expire()
             if future is not None:
-                future.over(number)
-            hits = _ONE[way](store, names, request, blocks)
+                future.mark_turn(number)
+            hits = _BY_WAY[way](store, names, request, blocks)
             found += min(hits * trace.block_tokens, request.tokens)
-            if request.more:
-                _fill(store, request.more)
+            if request.answer_keys:
+                _fill(store, request.answer_keys)
             if request.prompt_tokens is not None and request.answer_tokens is not None:
                 names.register(request.prompt_tokens, request.keys, b"")
-                names.register(
-                    request.answer_tokens, request.more, request.keys[request.whole - 1] if request.whole else b""
-                )
+                parent = request.keys[request.num_whole - 1] if request.num_whole else b""
+                names.register(request.answer_tokens, request.answer_keys, parent)
             if future is not None:
                 store.refresh([chunk for key in request.keys for chunk in store.index.of(key)])
             most_bytes = max(most_bytes, store.total_bytes - store.free_bytes)
-    return Kept(found / trace.tokens, most_bytes // GRANULE_BYTES)
+    return Replayed(found / trace.tokens, most_bytes // GRANULE_BYTES)
 
 
 def sparse_arena(path: Path, granules: int) -> Arena:
@@ -84,7 +83,7 @@ def sparse_arena(path: Path, granules: int) -> Arena:
 def _request(store: Store, names: ContentNames, request: Request, blocks: int) -> int:
     keys = request.keys
     own = found = store.find(keys, 1)
-    if len(own) < request.whole:
+    if len(own) < request.num_whole:
         pieces = names.find(SCOPE, request.ids, 1, lambda key: bool(store.find([key], 1)))
         found = max(own, store.find([piece.key for piece in pieces], 1), key=len)
     lease = store.lease([chunk for shards in found for chunk in shards], SESSION, 60.0)
@@ -97,14 +96,14 @@ def _request(store: Store, names: ContentNames, request: Request, blocks: int) -
 def _each(store: Store, names: ContentNames, request: Request, blocks: int) -> int:
     count = len(store.find(request.keys, 1))
     for key in reversed(request.keys):
-        _come(store, key)
+        _touch_or_insert(store, key)
     return count
 
 
 def _after(store: Store, names: ContentNames, request: Request, blocks: int) -> int:
     count = len(store.find(request.keys, 1))
     for key in request.keys:
-        _come(store, key)
+        _touch_or_insert(store, key)
     surplus = (store.total_bytes - store.free_bytes) // GRANULE_BYTES - blocks
     order = store.pools[0].order.victims()
     for key in [chunk.key for chunk, _ in zip(order, range(surplus), strict=False)]:
@@ -112,7 +111,7 @@ def _after(store: Store, names: ContentNames, request: Request, blocks: int) -> 
     return count
 
 
-def _come(store: Store, key: bytes) -> None:
+def _touch_or_insert(store: Store, key: bytes) -> None:
     """Touch this block if the store has it, else insert it."""
     found = store.find([key], 1)
     if found:
@@ -130,7 +129,7 @@ def _claim(keys: Sequence[bytes]) -> Claim:
     return Claim(keys=keys, nbytes=GRANULE_BYTES, layers=1, owner=SESSION, writers=[SESSION], partial=True)
 
 
-_ONE: dict[str, Callable[[Store, ContentNames, Request, int], int]] = {REQUEST: _request, EACH: _each, AFTER: _after}
+_BY_WAY: dict[str, Callable[[Store, ContentNames, Request, int], int]] = {REQUEST: _request, EACH: _each, AFTER: _after}
 
 
 # ---- sweeps: hit rates by the capacity of a cache, and by the time that chunks are kept ----------
@@ -163,20 +162,20 @@ def by_room(
     token_bytes: float,
     rooms: Sequence[float],
     policies: Sequence[str],
-    told: Callable[[], None] = lambda: None,
+    on_point: Callable[[], None] = lambda: None,
 ) -> list[Point]:
-    """One point per policy and capacity in bytes; `told` is called after each."""
+    """One point per policy and capacity in bytes; `on_point` is called after each."""
     found = []
     for policy in policies:
         for room in rooms:
             blocks = max(1, int(room / (token_bytes * trace.block_tokens)))
             found.append(_point(trace, token_bytes, policy, replay(trace, policy, blocks).hit_share, room, 0.0))
-            told()
+            on_point()
     return found
 
 
 def by_time(
-    trace: Trace, token_bytes: float, policy: str, times_s: Sequence[float], told: Callable[[], None] = lambda: None
+    trace: Trace, token_bytes: float, policy: str, times_s: Sequence[float], on_point: Callable[[], None] = lambda: None
 ) -> list[Point]:
     """One point per time in seconds, the age (`policy` `age`) or idle time (`idle`) up to which all chunks are kept."""
     found = []
@@ -184,7 +183,7 @@ def by_time(
         kept = replay(trace, f"{policy}:{time_s:g}", trace.distinct_blocks())
         room = kept.most_blocks * token_bytes * trace.block_tokens
         found.append(_point(trace, token_bytes, policy, kept.hit_share, room, time_s))
-        told()
+        on_point()
     return found
 
 

@@ -22,26 +22,26 @@ MOONCAKE_TOKENS = 512  # per block in Mooncake's traces
 class Request(msgspec.Struct, frozen=True, gc=False):
     """One request. `keys`: its prompt's blocks, the last of which may be shorter; equal keys mean equal prefixes.
 
-    `content`: a number for each whole block of the prompt, then for each of `more`; equal numbers mean equal tokens at
-    any position. Blocks are also found by these numbers, as with the hint `reuse: moved`. Empty: unknown.
+    `content`: a number for each whole block of the prompt, then for each of `answer_keys`; equal numbers mean equal
+    tokens at any position. Blocks are also found by these numbers, as with the hint `reuse: moved`. Empty: unknown.
     """
 
     at_s: float
     tokens: int  # of the prompt
     output: int  # tokens of the answer
     keys: Sequence[bytes]
-    more: Sequence[bytes] = ()  # the further blocks that are whole once the answer is complete
+    answer_keys: Sequence[bytes] = ()  # the further blocks that are whole once the answer is complete
     session: str = ""
     content: bytes = b""  # encoded like tokens in messages: to the node, a block is one token
 
     @property
-    def whole(self) -> int:
+    def num_whole(self) -> int:
         """The number of whole blocks in the prompt whose content is known."""
-        return len(self.content) // TOKEN_BYTES - len(self.more) if self.content else 0
+        return len(self.content) // TOKEN_BYTES - len(self.answer_keys) if self.content else 0
 
     @property
     def ids(self) -> bytes:
-        return self.content[: self.whole * TOKEN_BYTES]
+        return self.content[: self.num_whole * TOKEN_BYTES]
 
     @property
     def prompt_tokens(self) -> PromptTokens | None:
@@ -51,22 +51,21 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     @property
     def answer_tokens(self) -> PromptTokens | None:
         """… and about the blocks that the answer completes."""
-        return (
-            PromptTokens(SCOPE, self.content[len(self.ids) :], 1, self.whole, is_moved=True) if self.content else None
-        )
+        ids = self.content[len(self.ids) :]
+        return PromptTokens(SCOPE, ids, 1, self.num_whole, is_moved=True) if self.content else None
 
     @property
-    def named(self) -> Sequence[bytes]:
+    def block_names(self) -> Sequence[bytes]:
         """The names by which all its blocks are found: their content if known, else their keys."""
         ids = self.content
-        return [ids[at : at + TOKEN_BYTES] for at in range(0, len(ids), TOKEN_BYTES)] or [*self.keys, *self.more]
+        return [ids[at : at + TOKEN_BYTES] for at in range(0, len(ids), TOKEN_BYTES)] or [*self.keys, *self.answer_keys]
 
 
-def leading(requests: Iterable[Request]) -> Iterator[int]:
+def possible_hits(requests: Iterable[Request]) -> Iterator[int]:
     """For each request, the number of leading blocks that a store without evictions would find."""
     seen: set[bytes] = set()
     for request in requests:
-        blocks, count = request.named, len(request.keys)
+        blocks, count = request.block_names, len(request.keys)
         yield next((at for at, name in enumerate(blocks[:count]) if name not in seen), min(len(blocks), count))
         seen.update(blocks)
 
@@ -91,12 +90,12 @@ class Trace(msgspec.Struct, frozen=True):
 
     def found_by_all(self) -> int:
         """The number of tokens that a store without evictions would find."""
-        size, found = self.block_tokens, zip(leading(self.requests), self.requests, strict=True)
+        size, found = self.block_tokens, zip(possible_hits(self.requests), self.requests, strict=True)
         return sum(min(hits * size, request.tokens) for hits, request in found)
 
     def distinct_blocks(self) -> int:
         """The number of blocks that a store without evictions would have at the end."""
-        return len({key for request in self.requests for key in (*request.keys, *request.more)})
+        return len({key for request in self.requests for key in (*request.keys, *request.answer_keys)})
 
 
 def read(path: Path) -> Trace:

@@ -45,7 +45,7 @@ class Router:
         at = ranks.index(min(ranks))
         self._turns += 1
         node = self._known[at].node
-        for key in (served.request.keys[0], *served.request.more[:1]):  # the prompt may have been less than a block
+        for key in (served.request.keys[0], *served.request.answer_keys[:1]):  # the prompt may have been under a block
             self._begun.setdefault(key, set()).add(int(node))
         work = prompt.work(node, is_timed=True) if prompt is not None else NO_WORK
         served.use = Use(self._records[at], self._turns, is_planned=False, work=work)
@@ -69,7 +69,7 @@ class Router:
         hits = {node: lead * self._block_tokens for node, lead in leads.items()}
         return paced(Prompt(served.request.tokens, hits), self._records)
 
-    def over(self, served: Served) -> None:
+    def end(self, served: Served) -> None:
         """The request is over: stop counting it."""
         assert served.use is not None
         served.use.end()

@@ -48,15 +48,15 @@ class Turn(msgspec.Struct, frozen=True):
     answer: int
 
 
-def turns(asked: Conversations) -> list[Turn]:
+def turns(settings: Conversations) -> list[Turn]:
     """All turns in order of arrival. The same seed gives the same turns on every machine."""
-    drawn = random.Random(asked.seed)
+    drawn = random.Random(settings.seed)
     more = MEAN_TURNS - (1 - MULTI_SHARE) - 2 * MULTI_SHARE  # turns beyond the second, mean over all sessions
     stays = more / MULTI_SHARE / (1 + more / MULTI_SHARE)
     found: list[Turn] = []
     started_at = 0.0
-    for session in range(asked.sessions):
-        started_at += drawn.expovariate(asked.rate)
+    for session in range(settings.sessions):
+        started_at += drawn.expovariate(settings.rate)
         count = 1
         if drawn.random() < MULTI_SHARE:
             count = 2
@@ -68,31 +68,31 @@ def turns(asked: Conversations) -> list[Turn]:
             tokens = max(8, min(MOST_TURN, round(factor * math.exp(drawn.gauss(0, TURN_WIDTH)))))
             answer = max(1, round(tokens * ANSWER_SHARE))
             found.append(Turn(session, at_s, tokens - answer, answer))
-            at_s += drawn.expovariate(1 / asked.think_s)
+            at_s += drawn.expovariate(1 / settings.think_s)
     return sorted(found, key=lambda turn: (turn.at_s, turn.session))
 
 
-def generate(asked: Conversations) -> Trace:
+def generate(settings: Conversations) -> Trace:
     """Generate a trace. A prompt is the session's history, as far as the window has room for it, and the question.
 
     History is cut at block boundaries; where the question fills the window, up to a block of it goes, too. Keys are
     chained, so a block's name has its place in the session and the cut. With `moves`, the session's first block
     replaces the first block after the cut: a node finds nothing without it.
     """
-    size, window = asked.block_tokens, asked.window
+    size, window = settings.block_tokens, settings.window
     histories: dict[int, tuple[int, int]] = {}  # session -> start and end of its history
     numbers: dict[int, int] = {}  # session and place in it -> number of the block's content
     requests: list[Request] = []
-    for turn in turns(asked):
+    for turn in turns(settings):
         answer = min(turn.answer, window // 2)
         question = min(turn.question, window - answer)
         start, end = histories.get(turn.session, (0, 0))
         if end - start + question + answer > window:
-            left = min(int(window * asked.keep_share), window - question - answer)
+            left = min(int(window * settings.keep_share), window - question - answer)
             start = max(start, -(-(end - left) // size) * size)
         tokens, whole = end - start + question, (end + question) // size
         places = [*range(start // size, (end + question + answer) // size)]
-        if asked.moves and 0 < start <= end - size:
+        if settings.moves and 0 < start <= end - size:
             places[0] = 0
         end += question + answer
         names = [_name(turn.session, start if at else 0, at) for at in places]
@@ -100,10 +100,10 @@ def generate(asked: Conversations) -> Trace:
         keys = names[:split]
         if (start + tokens) % size:  # the last block is not whole: no other request finds it
             keys = [*keys, _name(turn.session, 1 + len(requests), -1)]
-        ids = array("I", [numbers.setdefault(turn.session << 32 | at, len(numbers)) for at in places if asked.moves])
+        ids = array("I", [numbers.setdefault(turn.session << 32 | at, len(numbers)) for at in places if settings.moves])
         requests.append(Request(turn.at_s, tokens, answer, keys, names[split:], str(turn.session), ids.tobytes()))
         histories[turn.session] = start, end
-    return Trace(f"sessions-{asked.seed}", size, requests, asked.sessions, window)
+    return Trace(f"sessions-{settings.seed}", size, requests, settings.sessions, window)
 
 
 def _name(session: int, cut: int, at: int) -> bytes:

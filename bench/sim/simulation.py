@@ -19,7 +19,7 @@ from pdx.bench.sim.engine import Served, Settings, SimulatedEngine
 from pdx.bench.sim.node import TICK_S, SimulatedNode
 from pdx.bench.sim.oracle import Belady, Future
 from pdx.bench.sim.replay import BELADY
-from pdx.bench.sim.requests import Request, Trace, leading
+from pdx.bench.sim.requests import Request, Trace, possible_hits
 from pdx.bench.sim.routing import Router
 from pdx.bench.sim.tier import Device, ModelledTier
 from pdx.config import StoreChoice
@@ -125,13 +125,13 @@ def block_bytes(case: Case, trace: Trace) -> float:
     return case.model.kv_token_bytes * trace.block_tokens
 
 
-def simulate(trace: Trace, case: Case, told: Callable[[int], None] = lambda count: None) -> Result:
-    """`told`: called from time to time with the number of requests that have ended since.
+def simulate(trace: Trace, case: Case, on_progress: Callable[[int], None] = lambda count: None) -> Result:
+    """`on_progress`: called from time to time with the number of requests that have ended since.
 
     :raises ConfigError: the case makes no sense.
     """
     blocks = int(case.host_bytes / block_bytes(case, trace))
-    longest = max(len(request.keys) + len(request.more) for request in trace.requests)
+    longest = max(len(request.keys) + len(request.answer_keys) for request in trace.requests)
     if blocks < max(256, longest):
         size = max(256, longest) * block_bytes(case, trace) / 1e9
         raise ConfigError(f"--host: {blocks} blocks are too few to simulate a node; give at least {size:.3g}GB")
@@ -170,9 +170,9 @@ def simulate(trace: Trace, case: Case, told: Callable[[int], None] = lambda coun
                 store_bytes_s=case.peer_bytes_s,
                 latency_s=PEER_S,
             )
-            node.meet([each for each in nodes if each is not node], network)
-        run = _Run(trace, case, clock, nodes, future, told)
-        run.go()
+            node.add_peers([each for each in nodes if each is not node], network)
+        run = _Run(trace, case, clock, nodes, future, on_progress)
+        run.run()
         return run.result()
 
 
@@ -184,14 +184,14 @@ class _Run:
         clock: Clock,
         nodes: Sequence[SimulatedNode],
         future: Future | None,
-        told: Callable[[int], None],
+        on_progress: Callable[[int], None],
     ) -> None:
         self._trace = trace
         self._case = case
         self._clock = clock
         self._nodes = nodes
         self._future = future
-        self._told = told
+        self._on_progress = on_progress
         self._served: list[Served] = []
         self._over = 0
         self._next = 0  # the index of the next request in the trace
@@ -225,16 +225,16 @@ class _Run:
         ]
         self._router = Router(case.routing, nodes, self._engines, trace.block_tokens)
         for node in nodes if case.pays else ():
-            node.computes(case.model.prefill_s(trace.block_tokens * 16) / 16)
+            node.report_pace(case.model.prefill_s(trace.block_tokens * 16) / 16)
 
-    def go(self) -> None:
-        self._come()
+    def run(self) -> None:
+        self._start_due()
         while True:
-            self._go_on()
+            self._settle()
             if self._over == len(self._trace.requests):
                 return
             if self._late and self._late[0][0] < self._clock.next_at:
-                self._clock.at(self._late[0][0], lambda: None)
+                self._clock.call_at(self._late[0][0], lambda: None)
             if not self._clock.step():
                 raise PdxError("the simulation stands still, though requests are not over")
             while self._clock.next_at <= self._clock.now:
@@ -243,7 +243,7 @@ class _Run:
     def _has_event(self, engine: SimulatedEngine) -> None:
         self._events[engine] = None
 
-    def _go_on(self) -> None:
+    def _settle(self) -> None:
         """Let nodes and engines act on the last events, until nothing more follows at this moment."""
         now = self._clock.now
         while self._ticks[0][0] <= now:
@@ -264,13 +264,13 @@ class _Run:
                     heapq.heappush(self._late, (due_at, number))
             events, self._events = self._events, {}
             for engine in events:
-                engine.go_on()
+                engine.advance()
             if self._case.queue:
-                self._come()
+                self._start_due()
             if not (self._touched or self._events):
                 return
 
-    def _come(self) -> None:
+    def _start_due(self) -> None:
         """Let requests arrive that are due or, in a closed loop, that the queues have room for. A session's next turn
         arrives only when the one before is over."""
         requests, queue = self._trace.requests, self._case.queue
@@ -284,7 +284,7 @@ class _Run:
             if not queue and request.at_s > self._clock.now:
                 if not self._is_timed:
                     self._is_timed = True
-                    self._clock.at(request.at_s, self._due)
+                    self._clock.call_at(request.at_s, self._on_due)
                 return
             number, self._next = self._next, self._next + 1
             if request.session in self._talking:
@@ -292,9 +292,9 @@ class _Run:
             else:
                 self._arrive(number)
 
-    def _due(self) -> None:
+    def _on_due(self) -> None:
         self._is_timed = False
-        self._come()
+        self._start_due()
 
     def _arrive(self, number: int) -> None:
         request = self._trace.requests[number]
@@ -304,29 +304,29 @@ class _Run:
         if len(self._served) == self._case.warm_up:
             self._counted_at, self._before = self._clock.now, self._totals()
         if self._future is not None:
-            self._future.arrives(number)
+            self._future.mark_arrived(number)
             self._nodes[0].refresh(request.keys)
         self._served.append(served)
         self._router.place(served).arrive(served)
 
     def _has_turn(self, served: Served) -> None:
         if self._future is not None:
-            self._future.over(served.number)
+            self._future.mark_turn(served.number)
             self._nodes[0].refresh(served.request.keys)
 
     def _ended(self, served: Served) -> None:
         self._over += 1
-        self._router.over(served)
+        self._router.end(served)
         session = served.request.session
         if session and self._talking[session]:
             self._ready.append(self._talking[session].popleft())
-            self._clock.at(self._clock.now, self._come)
+            self._clock.call_at(self._clock.now, self._start_due)
         elif session:
             del self._talking[session]
         if self._future is not None:
             self._nodes[0].refresh(served.request.keys)
         if not self._over % 64:
-            self._told(64)
+            self._on_progress(64)
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -360,18 +360,18 @@ class _Run:
         served = self._served[case.warm_up :]
         names = [HOST, *dict.fromkeys(tier.name for tier in self._tiers)]
         hits: Counter[str] = Counter()
-        early = possible = could = did = 0
-        bounds = leading(each.request for each in self._served)
+        early = possible = with_possible = with_hits = 0
+        bounds = possible_hits(each.request for each in self._served)
         for count, (each, bound) in enumerate(zip(self._served, bounds, strict=True)):
             request = each.request
             if count < case.warm_up:
                 continue
             possible += self._tokens(request, 0, bound)
-            could += bound > 0
-            did += bound > 0 and each.hits > 0
+            with_possible += bound > 0
+            with_hits += bound > 0 and each.hits > 0
             early += self._tokens(request, 0, min(each.in_memory, each.hits))
             for at, origin in enumerate(each.origins):
-                is_late = at >= each.at_turn and origin in names
+                is_late = at >= each.in_memory_at_turn and origin in names
                 hits[origin if is_late else HOST] += self._tokens(request, at, at + 1)
         now = {name: value - self._before.get(name, 0.0) for name, value in self._totals().items()}
         seconds = max(self._clock.now - self._counted_at, 1e-9)
@@ -393,7 +393,7 @@ class _Run:
             output,
             sum(hits.values()) / tokens,
             possible / tokens,
-            did / could if could else 0.0,
+            with_hits / with_possible if with_possible else 0.0,
             early / max(1, sum(hits.values())),
             tiers,
             Spread.of([each.first_at - each.arrived_at for each in served]),

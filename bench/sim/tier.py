@@ -117,12 +117,12 @@ class ModelledTier(Tier):
         return found
 
     def use(self, keys: Sequence[bytes]) -> None:
-        self._each(keys, self._order.access)
+        self._for_each(keys, self._order.access)
 
     def refresh(self, keys: Sequence[bytes]) -> None:
-        self._each(keys, self._order.refresh)
+        self._for_each(keys, self._order.refresh)
 
-    def _each(self, keys: Sequence[bytes], call: Callable[[Entry], None]) -> None:
+    def _for_each(self, keys: Sequence[bytes], call: Callable[[Entry], None]) -> None:
         for key in reversed(keys):  # so that the end of a prompt counts as older than its beginning
             if (entry := self._held.get(key)) is not None:
                 call(entry)
@@ -140,9 +140,9 @@ class ModelledTier(Tier):
     def _carry(self, job: Job, pipe: Pipe, then: Callable[[Job], None]) -> None:
         start, end = pipe.carry(job.nbytes, self._clock.now)
         job.start_ns, job.end_ns = int(start * 1e9), int(end * 1e9)
-        self._clock.at(end, lambda: self._over(job, then))
+        self._clock.call_at(end, lambda: self._end_job(job, then))
 
-    def _over(self, job: Job, then: Callable[[Job], None]) -> None:
+    def _end_job(self, job: Job, then: Callable[[Job], None]) -> None:
         if job.number in self._cancelled:
             self._on_done(self, job, TransferAborted("the copy was given up"))
             return

@@ -110,7 +110,7 @@ def pass_time(node, clock):
 def put(node, clock, first):
     """A prompt of 60 chunks is in memory, and on the disk."""
     numbers = range(first, first + 60)
-    node.admit("put", request(numbers), lambda answer, _: (node.computed(answer), node.release(answer)))
+    node.admit("put", request(numbers), lambda answer, _: (node.seal_granted(answer), node.release(answer)))
     node.turn()
     pass_time(node, clock)
 

@@ -37,7 +37,7 @@ def test_a_turn_begins_with_what_the_turns_before_it_left():
     for requests in of_sessions(trace):
         for before, behind in zip(requests, requests[1:], strict=False):
             whole = [key for key in before.keys if key[8:12] != b"\xff\xff\xff\xff"]
-            left = [*whole, *before.more]
+            left = [*whole, *before.answer_keys]
             assert list(behind.keys[: len(left)]) == left
             assert len(left) == (before.tokens + before.output) // 64
 
@@ -53,7 +53,7 @@ def test_a_history_that_was_cut_keeps_its_first_block_where_kv_may_move():
     cut = 0
     for with_first, without in zip(moves.requests, stays.requests, strict=True):
         assert (with_first.tokens, len(with_first.keys)) == (without.tokens, len(without.keys))
-        assert len(with_first.content) == 4 * (with_first.tokens // 64 + len(with_first.more))
+        assert len(with_first.content) == 4 * (with_first.tokens // 64 + len(with_first.answer_keys))
         assert with_first.keys[1:] == without.keys[1:], "keys are chained"
         cut += with_first.keys[0] != without.keys[0]
     assert cut > 100
@@ -61,4 +61,4 @@ def test_a_history_that_was_cut_keeps_its_first_block_where_kv_may_move():
         seen, first = set(), next((request.content[:4] for request in requests if request.content), b"")
         for request in requests:
             assert not request.content or request.content[:4] == first or request.content[:4] not in seen, "all is new"
-            seen.update(request.named)
+            seen.update(request.block_names)
