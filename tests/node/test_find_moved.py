@@ -32,8 +32,8 @@ def ids(tokens):
 
 def save(service, session, tokens=HISTORY, **more):
     """Chunks of all of it are there from now on."""
-    told = PromptTokens(SCOPE, ids(tokens), 4)
-    answer = service.handle(session, Admit(keys(range(len(tokens) // 4)), GRANULE_BYTES, 1, tokens=told, **more))
+    prompt = PromptTokens(SCOPE, ids(tokens), 4)
+    answer = service.handle(session, Admit(keys(range(len(tokens) // 4)), GRANULE_BYTES, 1, tokens=prompt, **more))
     service.handle(worker_of(service, session), Fill(answer.granted_slots, 0, 1, True))
 
 
@@ -58,15 +58,15 @@ def test_what_was_told_with_a_request_for_room_is_found_moved(service, session):
 
 
 def test_a_tail_has_no_tokens_that_others_find(service, session):
-    told, sizes = PromptTokens(SCOPE, ids(HISTORY[:8]), 4), {"nbytes": GRANULE_BYTES, "tail_nbytes": 16}
-    answer = service.handle(session, Admit(keys(range(3)), layers=1, part="keeps", tokens=told, **sizes))
+    prompt_tokens, sizes = PromptTokens(SCOPE, ids(HISTORY[:8]), 4), {"nbytes": GRANULE_BYTES, "tail_nbytes": 16}
+    answer = service.handle(session, Admit(keys(range(3)), layers=1, part="keeps", tokens=prompt_tokens, **sizes))
     service.handle(worker_of(service, session), Fill(answer.granted_slots, 0, 1, True))
     assert found(service, session, list(HISTORY[:12])) == [(0, 0, 4, 0), (1, 0, 4, 0)]
 
 
 def test_what_is_not_whole_yet_is_not_found_nor_what_is_gone(service, session):
-    told = PromptTokens(SCOPE, ids(HISTORY), 4)
-    answer = service.handle(session, Admit(keys(range(10)), GRANULE_BYTES, 1, tokens=told))
+    prompt_tokens = PromptTokens(SCOPE, ids(HISTORY), 4)
+    answer = service.handle(session, Admit(keys(range(10)), GRANULE_BYTES, 1, tokens=prompt_tokens))
     assert found(service, session, CUT) == []
     service.handle(worker_of(service, session), Fill(answer.granted_slots[:6], 0, 1, True))
     assert found(service, session, CUT) == [(0, 0, 4, 0)], "where the next run begins is not known"

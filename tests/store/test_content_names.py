@@ -40,8 +40,8 @@ class Bed:
         for number, key in enumerate(keys):
             self.prompts[key] = list(prompt), number * self.chunk
         before = keys[first - 1] if first else b""
-        told = PromptTokens(scope, ids(prompt[first * self.chunk :]), self.chunk, first * self.chunk, is_moved)
-        self.names.register(told, keys[first:], before)
+        prompt_tokens = PromptTokens(scope, ids(prompt[first * self.chunk :]), self.chunk, first * self.chunk, is_moved)
+        self.names.register(prompt_tokens, keys[first:], before)
 
     def find(self, prompt: Sequence[int], scope: bytes = SCOPE) -> list[Piece]:
         """What is found of it, which is right."""
@@ -142,9 +142,9 @@ def test_what_is_forgotten_is_not_found_and_leaves_nothing(bed: Bed) -> None:
 def test_what_comes_and_goes_leaves_nothing() -> None:
     names = ContentNames(1 << 30)
     keys = [[number.to_bytes(16, "big"), number.to_bytes(16, "little")] for number in range(1, 2001)]
-    told = [PromptTokens(SCOPE, ids(range(number, number + 8)), CHUNK) for number in range(1, 2001)]
+    prompt_tokens = [PromptTokens(SCOPE, ids(range(number, number + 8)), CHUNK) for number in range(1, 2001)]
     with traced() as held:
-        for one, of_one in zip(told, keys, strict=True):
+        for one, of_one in zip(prompt_tokens, keys, strict=True):
             names.register(one, of_one, b"")
             names.forget(of_one)
         assert held() < 20_000
@@ -156,8 +156,8 @@ def test_those_that_nobody_asks_for_go_first_and_the_bytes_are_what_they_are_sai
     bed.tell(prompts[0])
     with traced() as held:
         for prompt in prompts[1:]:
-            told = PromptTokens(SCOPE, ids(prompt), 256)
-            bed.names.register(told, bed.keys(prompt), b"")
+            prompt_tokens = PromptTokens(SCOPE, ids(prompt), 256)
+            bed.names.register(prompt_tokens, bed.keys(prompt), b"")
             bed.names.find(SCOPE, ids(prompts[0]), 256)
         assert 0.7 * bed.names.nbytes < held() < 1.2 * bed.names.nbytes
     assert bed.names.nbytes <= 2 << 20
