@@ -81,7 +81,7 @@ def draw_bars(result: Result, path: Path) -> Path | None:
     for row, tokens in enumerate(lengths):
         size = f" ({tokens * kv_bytes / 1e6:,.0f} MB of KV)" if kv_bytes else ""
         for column, names in enumerate((list(PARTS), [part for part in PARTS if part not in BEFORE])):
-            axes = sheet.at(row, column, "without queue and prefill" if column else f"{tokens:,} tokens{size}", "ms")
+            axes = sheet.ax(row, column, "without queue and prefill" if column else f"{tokens:,} tokens{size}", "ms")
             for place, system in enumerate(rows[tokens]):
                 _bar(axes, place, found[system, tokens], names, has_hidden=column == 1)
             axes.set_yticks(range(len(rows[tokens])), rows[tokens])
@@ -119,7 +119,7 @@ def draw_shares(result: Result, path: Path, title: str, values: Values) -> Path 
     styles = line_styles({each.system for each in result.requests})
     for tokens, concurrency in points:
         title = f"{tokens:,} tokens, {concurrency} at once" if concurrency > 1 else f"{tokens:,} tokens, alone"
-        axes = sheet.at(lengths.index(tokens), loads.index(concurrency), title, "ms")
+        axes = sheet.ax(lengths.index(tokens), loads.index(concurrency), title, "ms")
         for system, style in styles.items():
             key = (system, tokens, concurrency)
             mine = [r for r in result.requests if (r.system, r.prompt_tokens, r.concurrency) == key]
@@ -144,7 +144,7 @@ def draw_load(result: Result, path: Path) -> Path | None:
     )
     for row, tokens in enumerate(lengths):
         for column, (name, value) in enumerate(kinds):
-            axes = sheet.at(row, column, f"{tokens:,} tokens: {name}", "requests at the same time", "ms")
+            axes = sheet.ax(row, column, f"{tokens:,} tokens: {name}", "requests at the same time", "ms")
             for system, style in styles.items():
                 means: dict[int, list[float]] = {}
                 for each in result.requests:
@@ -173,7 +173,7 @@ def draw_timeline(result: Result, trace: Trace, path: Path) -> Path | None:
     centre = trace.marks.get("prefill_end", max((s.end_ms for s in trace.spans if s.lane == "prefill"), default=0.0))
     behind = max(end - centre, 10.0)
     for row, window in enumerate(((0.0, end * 1.02), (max(0.0, centre - behind / 2), centre + behind * 1.06))):
-        axes = sheet.at(row, 0, "around the end of prefill" if row else "", "ms since the request arrived", "layer")
+        axes = sheet.ax(row, 0, "around the end of prefill" if row else "", "ms since the request arrived", "layer")
         for lane, top in LANES.items():
             mine = [span for span in trace.spans if span.lane == lane]
             thinnest = (window[1] - window[0]) / 1000  # a pixel, so that every span is visible

@@ -26,8 +26,8 @@ def draw(rows: Sequence[Row], path: Path, machine: Mapping[str, Any], note: str 
     colours = dict(zip(dict.fromkeys(row.scheme for row in rows), COLOURS * len(rows), strict=False))
     for index, depth in enumerate(depths):
         words = "one message in flight" if depth == 1 else f"{depth} messages in flight"
-        rates = sheet.at(index, 0, f"GB/s, {words}", "bytes in a message")
-        times = sheet.at(index, 1, f"µs per message, {words}", "bytes in a message")
+        rates = sheet.ax(index, 0, f"GB/s, {words}", "bytes in a message")
+        times = sheet.ax(index, 1, f"µs per message, {words}", "bytes in a message")
         for scheme, colour in colours.items():
             own = [
                 row

@@ -73,10 +73,10 @@ def run_here(name: str, bed_name: str, folder: Path, settings: Mapping[str, Any]
     publish(f"gpu-{name}", found.title, found.figures, found.details, facts=facts, folder=folder)
 
 
-def run_all(names: Sequence[str], bed_name: str, folder: Path, more: Sequence[str] = ()) -> int:
+def run_all(names: Sequence[str], bed_name: str, folder: Path, extra: Sequence[str] = ()) -> int:
     """Run each section in a process of its own, because a kernel's error leaves its process without a usable GPU.
 
-    `more`: further arguments for all sections. Returns the exit status.
+    `extra`: further arguments for all sections. Returns the exit status.
     """
     broken = []
     for name in names:
@@ -85,7 +85,7 @@ def run_all(names: Sequence[str], bed_name: str, folder: Path, more: Sequence[st
             console.print(f"{name} is skipped: {why}")
             continue
         command = [sys.executable, "-m", "pdx.bench.gpu", "--here", name, "--bed", bed_name, "--out", str(folder)]
-        command += more
+        command += extra
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             broken.append(name)
     for name in broken:
@@ -132,9 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.here is not None:
         run_here(chosen.here, chosen.bed, chosen.out, own)
         return 0
-    more = ["--repeats", str(chosen.repeats)] if chosen.repeats else []
-    more += ["--prompts", ",".join(map(str, chosen.prompts))] if chosen.prompts else []
-    return run_all(chosen.only, chosen.bed, chosen.out.resolve(), more)
+    extra = ["--repeats", str(chosen.repeats)] if chosen.repeats else []
+    extra += ["--prompts", ",".join(map(str, chosen.prompts))] if chosen.prompts else []
+    return run_all(chosen.only, chosen.bed, chosen.out.resolve(), extra)
 
 
 if __name__ == "__main__":

@@ -40,15 +40,15 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-def run(coroutine: Coroutine[Any, Any, _T], *, by: Callable[[Coroutine[Any, Any, _T]], _T] = asyncio.run) -> _T:
-    """Run `by(coroutine)` within `Interrupts`: a signal cancels the coroutine, and takes effect when `by` has returned.
+def run(coroutine: Coroutine[Any, Any, _T], *, runner: Callable[[Coroutine[Any, Any, _T]], _T] = asyncio.run) -> _T:
+    """Run `runner(coroutine)` within `Interrupts`: a signal cancels the coroutine, and takes effect after that.
 
     A KeyboardInterrupt raised inside an event loop would be raised a second time while its tasks are cancelled, and
     leave the loop open; the same while the loop is created. Only the main thread handles signals: in any other thread
-    this is just `by(coroutine)`.
+    this is just `runner(coroutine)`.
     """
     if threading.current_thread() is not threading.main_thread():
-        return by(coroutine)
+        return runner(coroutine)
     running: list[asyncio.Task[Any]] = []
 
     def cancel() -> None:
@@ -68,7 +68,7 @@ def run(coroutine: Coroutine[Any, Any, _T], *, by: Callable[[Coroutine[Any, Any,
             finally:
                 running.clear()
 
-        return by(cancellable())
+        return runner(cancellable())
 
 
 @contextlib.contextmanager

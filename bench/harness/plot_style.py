@@ -72,7 +72,7 @@ class Sheet:
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
 
-    def at(self, row: int, column: int, title: str, x: str, y: str = "") -> Any:
+    def ax(self, row: int, column: int, title: str, x: str, y: str = "") -> Any:
         axes = self.axes[row, column]
         axes.set_title(title, fontsize=9.5, loc="left")
         axes.set_xlabel(x, fontsize=SMALL_PT)

@@ -90,7 +90,7 @@ def parity(
 
     try:
         with bar:
-            recording = interrupts.run(recorded(), by=asyncio.run)
+            recording = interrupts.run(recorded(), runner=asyncio.run)
             if record is not None:
                 recording.write(record)
             verdicts = interrupts.run(compared(recording, url.rstrip("/"))) if url is not None else []

@@ -15,9 +15,9 @@ def draw(plan: Plan, path: Path) -> Path:
     :raises ConfigError: matplotlib is not installed.
     """
     sheet = Sheet(plan.verdict.headline, [3.6], columns=3)
-    hiding = sheet.at(0, 0, "What hides behind prefill, layer by layer", "prompt tokens", "% of KV there at its end")
-    times = sheet.at(0, 1, "Load a prompt's KV, or compute it?", "prompt tokens", "ms")
-    shares = sheet.at(0, 2, "Loading over computing; below 1: load", "prompt tokens")
+    hiding = sheet.ax(0, 0, "What hides behind prefill, layer by layer", "prompt tokens", "% of KV there at its end")
+    times = sheet.ax(0, 1, "Load a prompt's KV, or compute it?", "prompt tokens", "ms")
+    shares = sheet.ax(0, 2, "Loading over computing; below 1: load", "prompt tokens")
     hiding.plot([row.tokens for row in plan.hiding], [row.share * 100 for row in plan.hiding], marker="o")
     hiding.set_ylim(0, 105)
     tokens = [row.tokens for row in plan.loading]

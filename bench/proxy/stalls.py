@@ -48,7 +48,7 @@ class Bench:
     """A stage, and the attacks on its proxy."""
 
     def __init__(self, made: Stage, http: aiohttp.ClientSession) -> None:
-        self._made = made
+        self._stage = made
         self._http = http
         self._clock = CpuClock(made.proxy.pid)
 
@@ -87,12 +87,12 @@ class Bench:
 
     async def _run(self, attack: Attack) -> tuple[tuple[float, float, float, float], str]:
         """The longest delays of a direct stream and of the proxy's, its memory and CPU time, and what happened."""
-        pingers = [Child("pdx.bench.proxy.stalls", url) for url in (self._made.decode_url, self._made.proxy.url)]
+        pingers = [Child("pdx.bench.proxy.stalls", url) for url in (self._stage.decode_url, self._stage.proxy.url)]
         try:
             for pinger in pingers:
                 await asyncio.to_thread(pinger.receive)
             await asyncio.sleep(0.5)
-            folder = Path(f"/proc/{self._made.proxy.pid}")
+            folder = Path(f"/proc/{self._stage.proxy.pid}")
             (folder / "clear_refs").write_text("5")  # reset the peak
             before = self._clock.seconds()
             note = await attack()
@@ -111,7 +111,7 @@ class Bench:
         seen: set[str] = set()
         for _ in range(count):
             try:
-                async with self._http.post(self._made.proxy.url + path, data=payload, headers=JSON) as response:
+                async with self._http.post(self._stage.proxy.url + path, data=payload, headers=JSON) as response:
                     await response.read()
                     seen.add(str(response.status))
             except aiohttp.ClientError as error:
@@ -120,7 +120,7 @@ class Bench:
 
     async def _unfinished(self, payload: bytes) -> str:
         """Connections that send a body except for its end."""
-        host, _, port = self._made.proxy.url.removeprefix("http://").partition(":")
+        host, _, port = self._stage.proxy.url.removeprefix("http://").partition(":")
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         writers = [(await asyncio.open_connection(host, int(port)))[1] for _ in range(UNFINISHED)]
 

@@ -25,7 +25,7 @@ from pdx.bench.harness.report import Figure, at_least, plain, publish
 from pdx.bench.harness.timing import CpuClock
 from pdx.bench.proxy.stage import Front, stage
 from pdx.bench.proxy.stand_in_engine import Pace
-from pdx.bench.proxy.workers import chats, limited
+from pdx.bench.proxy.workers import chats, cpu_limited
 
 SAMPLE = 0.01
 SHARE = 0.3
@@ -90,7 +90,7 @@ class _Way:
     def clients(self, http: aiohttp.ClientSession) -> list[asyncio.Task[None]]:
         return [asyncio.create_task(chats(http, self.front.url, self._numbers)) for _ in range(CLIENTS)]
 
-    def look(self) -> tuple[int, float]:
+    def since_last(self) -> tuple[int, float]:
         """Requests, and seconds of CPU time."""
         served, spent_s = next(self._numbers), self._clock.seconds()
         found = served - self._served - 1, spent_s - self._spent_s
@@ -100,12 +100,12 @@ class _Way:
 
 async def _windows(ways: Mapping[str, _Way]) -> list[dict[str, tuple[int, float]]]:
     found = []
-    with limited([way.front.pid for way in ways.values()], SHARE):
+    with cpu_limited([way.front.pid for way in ways.values()], SHARE):
         async with session() as http:
             tasks = [task for way in ways.values() for task in way.clients(http)]
             for _ in range(1 + WINDOWS):  # the first window warms up
                 await asyncio.sleep(WINDOW_S)
-                found.append({name: way.look() for name, way in ways.items()})
+                found.append({name: way.since_last() for name, way in ways.items()})
             for each in tasks:
                 if each.done():
                     each.result()

@@ -44,7 +44,7 @@ def processes(front: Front) -> list[int]:
 
 
 @contextlib.contextmanager
-def limited(pids: Sequence[int], share: float) -> Iterator[None]:
+def cpu_limited(pids: Sequence[int], share: float) -> Iterator[None]:
     """Limit the CPU share of these processes by stopping them when it is used up. A whole core: no limit."""
     ended = threading.Event()
 
@@ -98,7 +98,7 @@ class _Rounds:
         pids = processes(front)
         assert len(pids) == count
         clocks = [CpuClock(pid) for pid in pids]
-        with limited(pids, self._share):
+        with cpu_limited(pids, self._share):
             async with session() as http:
                 tasks = [asyncio.create_task(chats(http, front.url, self._numbers)) for _ in range(CLIENTS)]
                 await asyncio.sleep(ROUND_S / 4)

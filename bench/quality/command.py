@@ -58,7 +58,7 @@ def quality(
     from pdx.bench.harness.report import ResultFile
     from pdx.bench.quality.kinds import kinds
     from pdx.bench.quality.model import Model
-    from pdx.bench.quality.run import figures, judged
+    from pdx.bench.quality.run import figures, judge
     from pdx.bench.quality.texts import CONTEXT_TOKENS, FOLLOWING_TOKENS, samples
 
     known = kinds(int(block_tokens))
@@ -81,7 +81,7 @@ def quality(
     run = Run(ResultFile(out, "quality", title), {"settings": settings, "kinds": about, "rows": rows})
 
     def take(sample: Sample) -> Iterator[Figure]:
-        rows.extend(judged(scorer, sample, chosen))
+        rows.extend(judge(scorer, sample, chosen))
         return iter(())
 
     steps = [Step(f"{sample.name}, {len(sample.context)} tokens", partial(take, sample)) for sample in drawn]

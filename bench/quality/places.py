@@ -21,14 +21,14 @@ SINK_TOKENS = 16  # one block of an engine on a GPU
 DOCUMENTS = 4
 
 
-def kept(sample: Sample, sink_tokens: int) -> list[int]:
+def tokens_after_cut(sample: Sample, sink_tokens: int) -> list[int]:
     """The tokens of the context that a cut leaves."""
     return sample.context[:sink_tokens] + sample.context[len(sample.context) // 2 :]
 
 
 def recomputed(sink_tokens: int) -> Callable[[Model, Sample], Tensor]:
     """Exact KV of the tokens that a cut leaves."""
-    return lambda model, sample: model.kv(kept(sample, sink_tokens))
+    return lambda model, sample: model.kv(tokens_after_cut(sample, sink_tokens))
 
 
 def moved(model: Model, sample: Sample, _exact: Tensor, *, sink_tokens: int, is_turned: bool = True) -> Tensor:
@@ -50,11 +50,11 @@ def apart(model: Model, sample: Sample, _exact: Tensor) -> Tensor:
 def blend(model: Model, sample: Sample, exact: Tensor, *, share: float, is_random: bool = False) -> Tensor:
     """KV of documents computed apart, with a share of the tokens recomputed."""
     known = len(sample.context) // DOCUMENTS
-    select = partial(_any, torch.Generator().manual_seed(0)) if is_random else most
+    select = partial(_random_tokens, torch.Generator().manual_seed(0)) if is_random else most
     return blended(model.causal, sample.context, apart(model, sample, exact), share, known=known, select=select)
 
 
-def _any(draw: torch.Generator, deviations: Tensor, count: int) -> Tensor:
+def _random_tokens(draw: torch.Generator, deviations: Tensor, count: int) -> Tensor:
     """Indices of `count` random tokens, whatever their keys."""
     found = torch.flatten((deviations >= 0).nonzero())
     return found[torch.randperm(len(found), generator=draw)[:count]]

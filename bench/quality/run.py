@@ -40,7 +40,7 @@ class Row:
     agreement: float
 
 
-def judged(model: Model, sample: Sample, kinds: Mapping[str, Kind]) -> Iterator[Row]:
+def judge(model: Model, sample: Sample, kinds: Mapping[str, Kind]) -> Iterator[Row]:
     """One row for each kind."""
     right = torch.tensor(sample.following[1:])[:, None]
 

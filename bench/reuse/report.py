@@ -122,7 +122,7 @@ def draw(result: Result, path: Path) -> Path | None:
     last = repeats_of(result)[-1]
     for row, workload in enumerate(workloads):
         for column, share in enumerate(PERCENTILES):
-            axes = sheet.at(row, column, f"{workload}: TTFT p{share}", "answered requests per second", "ms")
+            axes = sheet.ax(row, column, f"{workload}: TTFT p{share}", "answered requests per second", "ms")
             for system, style in styles.items():
                 for repeat in repeats_of(result):
                     if points := curve(result, system, workload, repeat, share):
@@ -134,7 +134,7 @@ def draw(result: Result, path: Path) -> Path | None:
             axes.set_xlim(left=0)
             axes.set_yscale("log")
     for column, workload in enumerate(workloads[:2]):
-        axes = sheet.at(len(workloads), column, f"{workload}: where tokens were found", "")
+        axes = sheet.ax(len(workloads), column, f"{workload}: where tokens were found", "")
         for row, system in enumerate(styles):
             found = [p.found for p in loaded if (p.system, p.workload) == (system, workload)]
             prompt, at = sum(each.prompt for each in found), 0.0

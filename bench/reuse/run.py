@@ -89,7 +89,7 @@ class Reuse(systems_plan.Measuring[Result, Turn]):
         return any(point.system == system for point in self.result.points)
 
     def _measure(self, turn: Turn, running: Running) -> str:
-        self.result.points.append(interrupts.run(self._point(turn, running), by=self._runner.run))
+        self.result.points.append(interrupts.run(self._point(turn, running), runner=self._runner.run))
         compare(self.result.points)
         return report.line(self.result.points[-1])
 

@@ -278,13 +278,13 @@ class Generator:
         """The next request of each conversation whose last request succeeded: all that was said, answers included, and
         a new message, which does not depend on which of the `count` conversations continue."""
         settings = self._settings
-        said_all = zip(asked.items(), result["generated_texts"], result["errors"], strict=True)
-        going_on = {at: (request, answer) for (at, request), answer, error in said_all if not error}
-        if not going_on:
+        answered = zip(asked.items(), result["generated_texts"], result["errors"], strict=True)
+        continuing = {at: (request, answer) for (at, request), answer, error in answered if not error}
+        if not continuing:
             return {}
         message = {"shared_len": max(1, settings.message_len - 1), "own_len": 1}
         new = self.prompts(f"round {number}", count, shared=count, **message)
-        for at, (before, answer) in going_on.items():
+        for at, (before, answer) in continuing.items():
             request = new[at]
             request.prompt_len += before.prompt_len + settings.output_len
             if settings.api == "chat":
@@ -292,7 +292,7 @@ class Generator:
                 request.chat_messages = [*said, *request.chat_messages]
             else:
                 request.prompt = before.prompt + answer + request.prompt
-        return {at: new[at] for at in going_on}
+        return {at: new[at] for at in continuing}
 
     async def send(self, server: Server, requests: Sequence[Any], name: str) -> Result:
         """Send requests; returns what vLLM's generator reports, with the times of each. Greedy, ignoring end tokens.

@@ -135,7 +135,7 @@ def _simulate(traces: Sequence[Trace], options: SimpleNamespace, as_json: bool) 
     from pdx.bench.harness.progress import ProgressBar
     from pdx.bench.sim.options import case_of
     from pdx.bench.sim.simulation import simulate
-    from pdx.bench.sim.tables import of_result
+    from pdx.bench.sim.tables import result_tables
 
     case = case_of(options)
     results = []
@@ -147,7 +147,7 @@ def _simulate(traces: Sequence[Trace], options: SimpleNamespace, as_json: bool) 
         click.echo(msgspec.json.encode(results))
         return
     for result in results:
-        for each in of_result(result):
+        for each in result_tables(result):
             _console().print(each)
 
 
@@ -174,8 +174,8 @@ def _apart(traces: Sequence[Trace], options: SimpleNamespace, way: str, as_json:
 def _sweep(traces: Sequence[Trace], options: SimpleNamespace, sweep: str, as_json: bool) -> None:
     from pdx.bench.harness.progress import ProgressBar
     from pdx.bench.sim.options import case_of, policy_of, seconds_of
-    from pdx.bench.sim.replay import by_room, by_time, demand_bytes
-    from pdx.bench.sim.tables import of_points
+    from pdx.bench.sim.replay import demand_bytes, sweep_capacities, sweep_times
+    from pdx.bench.sim.tables import points_table
 
     policies = options.policy.split(",")
     for policy in policies:
@@ -191,15 +191,15 @@ def _sweep(traces: Sequence[Trace], options: SimpleNamespace, sweep: str, as_jso
         on_point = partial(bar.advance, 1)
         for trace in traces:
             if times:
-                points += by_time(trace, token_bytes, what, times, on_point)
+                points += sweep_times(trace, token_bytes, what, times, on_point)
                 continue
             demand = demand_bytes(trace, token_bytes)
             rooms = [size * demand if is_share else size for size, is_share in sizes]
-            points += by_room(trace, token_bytes, rooms, policies, on_point)
+            points += sweep_capacities(trace, token_bytes, rooms, policies, on_point)
     if as_json:
         click.echo(msgspec.json.encode(points))
     else:
-        _console().print(of_points(points))
+        _console().print(points_table(points))
 
 
 def _sizes(values: str) -> list[tuple[float, bool]]:

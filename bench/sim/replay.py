@@ -157,7 +157,7 @@ def demand_bytes(trace: Trace, token_bytes: float) -> float:
     return tokens * token_bytes / hours
 
 
-def by_room(
+def sweep_capacities(
     trace: Trace,
     token_bytes: float,
     rooms: Sequence[float],
@@ -174,7 +174,7 @@ def by_room(
     return found
 
 
-def by_time(
+def sweep_times(
     trace: Trace, token_bytes: float, policy: str, times_s: Sequence[float], on_point: Callable[[], None] = lambda: None
 ) -> list[Point]:
     """One point per time in seconds, the age (`policy` `age`) or idle time (`idle`) up to which all chunks are kept."""

@@ -12,7 +12,7 @@ from pdx.bench.sim.simulation import Result, Spread
 from pdx.cli.tables import table
 
 
-def of_result(result: Result) -> Iterator[Table]:
+def result_tables(result: Result) -> Iterator[Table]:
     """Tables of what each tier found, and of latencies, time and cost."""
     found = [
         (
@@ -51,7 +51,7 @@ def _spread(spread: Spread) -> str:
     return ", ".join(show_time(each) for each in (spread.mean, spread.p50, spread.p90, spread.p99))
 
 
-def of_points(points: Sequence[Point]) -> Table:
+def points_table(points: Sequence[Point]) -> Table:
     is_time = any(point.kept_s for point in points)
     rows = [
         (

@@ -63,7 +63,7 @@ class Bed(TierHost):
         self.env, self.memory = Env(), [arena]
         self.env.mailbox = calls = Calls()
         self._calls = calls.waiting
-        self._over = 0
+        self._num_done = 0
         limit_bytes = len(self._slots) * chunk_file.disk_bytes(chunk_bytes, LAYERS)
         self.tier = DiskTier(self, folder / "tier", limit_bytes)
         while not self.tier.is_counted:
@@ -72,13 +72,13 @@ class Bed(TierHost):
     def done(self, tier: Tier, job: Job, error: Exception | None) -> None:
         if error is not None:
             raise error
-        self._over += 1
+        self._num_done += 1
 
     def _run(self, give: Callable[[Job], None]) -> None:
-        self._over = 0
+        self._num_done = 0
         for key, slot in zip(self._keys, self._slots, strict=True):
             give(Job(1, [Part(key, 0, LAYERS, 0, LAYERS, slot)], slot.nbytes))
-        while self._over < len(self._slots):
+        while self._num_done < len(self._slots):
             self._calls.get()()
 
     def _open_raw(self) -> int:

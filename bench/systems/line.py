@@ -56,12 +56,12 @@ class Relay:
 
     def _carry(self, client: socket.socket, server: socket.socket) -> None:
         with client, server:
-            there = threading.Thread(target=self._pass, args=(client, server, False), daemon=True)
+            there = threading.Thread(target=self._forward, args=(client, server, False), daemon=True)
             there.start()
-            self._pass(server, client, True)
+            self._forward(server, client, True)
             there.join()
 
-    def _pass(self, source: socket.socket, to: socket.socket, is_back: bool) -> None:
+    def _forward(self, source: socket.socket, to: socket.socket, is_back: bool) -> None:
         buffer = memoryview(bytearray(PIECE_BYTES))
         with contextlib.suppress(OSError):
             while count := source.recv_into(buffer):

@@ -37,5 +37,5 @@ def fonts():
     from pdx.bench.harness.plot_style import Sheet
 
     sheet = Sheet("bold", [1.0])
-    sheet.at(0, 0, "$10^1$ $x$ \ufffe", "x").set_yscale("log")
+    sheet.ax(0, 0, "$10^1$ $x$ \ufffe", "x").set_yscale("log")
     sheet.figure.draw_without_rendering()

@@ -107,5 +107,5 @@ def test_a_loop_that_is_interrupted_can_be_used_again(number: int) -> None:
 
     with asyncio.Runner() as runner:
         with pytest.raises(KeyboardInterrupt), Interrupts():
-            run(wait(), by=runner.run)
+            run(wait(), runner=runner.run)
         assert runner.run(close()) == 7

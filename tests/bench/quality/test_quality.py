@@ -18,7 +18,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from pdx.bench.harness.report import ROOT  # noqa: E402
 from pdx.bench.harness.tiny_llama import make_model  # noqa: E402
 from pdx.bench.quality.kinds import INT4, Kind, int4, kinds, stored  # noqa: E402
-from pdx.bench.quality.run import Row, figures, judged  # noqa: E402
+from pdx.bench.quality.run import Row, figures, judge  # noqa: E402
 from pdx.bench.quality.texts import CONTEXT_TOKENS, FOLLOWING_TOKENS, Sample, samples  # noqa: E402
 from pdx.memory.form import PROMISED, Loss, LossyName  # noqa: E402
 
@@ -77,7 +77,7 @@ def test_what_the_numbers_mean():
     turned = Kind("", lambda model, sample, kv: kv.flip(0))
     surer = Kind("", lambda model, sample, kv: kv * 2)
     stage = Stage()
-    first, second, third = judged(stage, sample, {"same": same, "turned": turned, "surer": surer})
+    first, second, third = judge(stage, sample, {"same": same, "turned": turned, "surer": surer})
     assert stage.computed == 1
     sure = 1 / (1 + math.exp(-2))
     assert (first.loss, first.divergence, first.agreement) == (pytest.approx(first.exact_loss), pytest.approx(0), 1)
