@@ -193,7 +193,7 @@ class _Run:
         self._future = future
         self._on_progress = on_progress
         self._served: list[Served] = []
-        self._over = 0
+        self._num_ended = 0
         self._next = 0  # the index of the next request in the trace
         self._is_timed = False  # whether its arrival is scheduled
         self._talking: dict[str, deque[int]] = {}  # session with a turn in flight -> its turns that wait for the end
@@ -231,7 +231,7 @@ class _Run:
         self._start_due()
         while True:
             self._settle()
-            if self._over == len(self._trace.requests):
+            if self._num_ended == len(self._trace.requests):
                 return
             if self._late and self._late[0][0] < self._clock.next_at:
                 self._clock.call_at(self._late[0][0], lambda: None)
@@ -315,7 +315,7 @@ class _Run:
             self._nodes[0].refresh(served.request.keys)
 
     def _ended(self, served: Served) -> None:
-        self._over += 1
+        self._num_ended += 1
         self._router.end(served)
         session = served.request.session
         if session and self._talking[session]:
@@ -325,7 +325,7 @@ class _Run:
             del self._talking[session]
         if self._future is not None:
             self._nodes[0].refresh(served.request.keys)
-        if not self._over % 64:
+        if not self._num_ended % 64:
             self._on_progress(64)
 
     # ---- results ----------------------------------------------------------------------------
