@@ -63,12 +63,12 @@ async def cases_of(server, wanted):
 
 
 async def verdicts_of(plain, proxy, wanted, *, concurrency=1):
-    def told(*_):
+    def on_done(*_):
         pass
 
     recording = Recording(url=plain.url, model="hash", seed=3, asked=[])
-    await run.record(plain, await cases_of(plain, wanted), recording, concurrency=concurrency, told=told)
-    return await run.compare(proxy, recording.asked, concurrency=concurrency, told=told)
+    await run.record(plain, await cases_of(plain, wanted), recording, concurrency=concurrency, on_done=on_done)
+    return await run.compare(proxy, recording.asked, concurrency=concurrency, on_done=on_done)
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
