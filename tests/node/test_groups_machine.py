@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from examples import examples
-from groups_stage import FULL, LOCAL, STATE, WINDOW, prompt_of
+from groups_stage import FULL, LOCAL, STATE, TRANSFER, WINDOW, prompt_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -16,7 +16,6 @@ from pdx.errors import TierError
 
 MODELS = [[FULL, WINDOW], [FULL, WINDOW, STATE], [WINDOW, LOCAL], [FULL, LOCAL, STATE], [STATE, FULL]]
 COUNT = 6
-TRANSFER = "transfer-0123456789"
 places = st.tuples(st.integers(0, 2), st.integers(0, COUNT - 1))
 
 

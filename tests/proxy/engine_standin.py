@@ -419,3 +419,7 @@ def prompts_of(body):
 
 def chat_prompt(body):
     return tokenize("".join(f"<{each['role']}>{each['content']}" for each in body["messages"]) + "<assistant>")
+
+
+def transfer_of(engine):
+    return engine.bodies[-1]["kv_transfer_params"]["transfer_id"]

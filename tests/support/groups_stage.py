@@ -4,7 +4,8 @@ import hashlib
 import itertools
 from contextlib import contextmanager
 
-from service_stage import Below, attach, serving
+import pytest
+from service_stage import CHUNKS, Below, attach, serving
 
 from pdx.memory.arena import GRANULE_BYTES as G
 from pdx.memory.rules import needed
@@ -15,7 +16,10 @@ from pdx.wire.messages import Admit, Admitted, Fill, Group
 FULL = Group(nbytes=2 * G, layers=2, tail_nbytes=G)
 WINDOW = Group(reach=2, tail_reach=2, nbytes=G, layers=1, tail_nbytes=G)
 STATE = Group(reach=1, tail_reach=0, nbytes=3 * G, layers=1, tail_nbytes=3 * G)
+HYBRID = [FULL, WINDOW, STATE]
+ALL_GRANULES = 6 * (2 + 1 + 3)  # of six chunks of it
 LOCAL = Group(period=3, nbytes=G, layers=1, tail_nbytes=G)
+TRANSFER = "transfer-0123456789"
 
 
 def without_tail(groups, **changes):
@@ -165,3 +169,23 @@ def prompt_of(place, clock, groups, count, *, has_tail=False, hello=None, **conf
         stage = GroupsStage(service, groups, count, has_tail=has_tail, hello=hello)
         yield stage
         stage.assert_idle()
+
+
+@pytest.fixture
+def prompt(place, clock):
+    """Six chunks of a model with full attention, a window of two chunks, and a state."""
+    with prompt_of(place, clock, HYBRID, 6) as made:
+        yield made
+
+
+@contextmanager
+def filled(prompt, granules_left):
+    """Somebody holds all of the arena but so many granules."""
+    other = prompt.engine
+    nbytes = (CHUNKS - granules_left) * G
+    answer = prompt.service.handle(
+        other, Admit([b"somebody else's!"], nbytes=nbytes, layers=1, part="writes", lease_s=0.0)
+    )
+    assert answer.granted == [0]
+    yield
+    prompt.give_back(answer.granted_slots)

@@ -45,3 +45,23 @@ def calls_run() -> Iterator[Counter[tuple[str, str]]]:
         yield calls
     finally:
         sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def opcodes_run() -> Iterator[Counter[tuple[str, str]]]:
+    """How many steps of Python are done in PDX, by function: also those of one that looks at each of many."""
+    steps: Counter[tuple[str, str]] = Counter()
+
+    def note(frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PDX):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        steps[frame.f_code.co_filename, frame.f_code.co_qualname] += event == "opcode"
+        return note
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        yield steps
+    finally:
+        sys.settrace(before)
