@@ -1,8 +1,10 @@
 """What the tests of disks and remote stores share."""
 
 import contextlib
+import functools
 import itertools
 
+import disk_bed
 import pytest
 from disk_bed import closing_all
 from gate import Gate
@@ -10,6 +12,13 @@ from memory_store import MemoryBed, MemoryStore
 from remote_bed import Bed, made, running
 
 from pdx.store.disk import chunk_file
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes disk tiers over one folder."""
+    with closing_all(functools.partial(disk_bed.Bed, tmp_path)) as make_bed:
+        yield make_bed
 
 
 @pytest.fixture

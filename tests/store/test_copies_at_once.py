@@ -1,9 +1,9 @@
-"""Copies of one chunk to several tiers that are under way at the same time. The tiers are the fakes of test_tiers."""
+"""Copies of one chunk to several tiers that are under way at the same time. The tiers are fakes of `below_stage`."""
 
 import itertools
 
 import pytest
-from test_tiers import DictTier, Stage, key
+from below_stage import DictTier, Stage, key
 
 from pdx.memory.arena import GRANULE_BYTES
 

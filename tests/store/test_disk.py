@@ -1,19 +1,16 @@
-"""The disk tier against a model, and its rules one by one. The folders are real; threads are the tier's own."""
+"""The disk tier against a model, and its rules: bytes, the cap, many calls at once. Folders and threads are real."""
 
 import contextlib
 import ctypes
-import errno
-import functools
 import mmap
 import os
 import random
 import tempfile
-import threading
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from disk_bed import MIB, Bed, closing_all, disk_image, is_file, is_root, key, kv_content, small_disk, without_direct_io
+from disk_bed import MIB, Bed, disk_image, is_file, is_root, key, kv_content, small_disk, without_direct_io
 from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,24 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from steps import lines_run
 from traced import traced
 
-from pdx.errors import ArenaFull
-from pdx.memory.keys import named_key
 from pdx.store import store_tier
-from pdx.store.disk import chunk_file, files, folder, pins
-from pdx.store.disk.files import SILENT_S, THREADS
-from pdx.store.disk.index import MAX_SPARED
-from pdx.store.health import SILENT
+from pdx.store.disk import chunk_file, folder
+from pdx.store.disk.files import THREADS
 from pdx.store.tier import Job, Part
 from pdx.testing import tier_stage
-from pdx.wire.status import COUNTING
 
 CHARGE = 40_960  # of the cap, for a chunk of 32 KiB: a header, the bytes, and perhaps a list of its blocks
-
-
-@pytest.fixture
-def make(tmp_path):
-    with closing_all(functools.partial(Bed, tmp_path)) as make_bed:
-        yield make_bed
 
 
 # ---- bytes ----------------------------------------------------------------------------------
@@ -99,171 +85,6 @@ def test_a_file_is_charged_whole_blocks_and_a_list_of_them(nbytes, block_bytes):
     assert blocks + listed <= charge // block_bytes <= blocks * 1.03 + 9
 
 
-@pytest.mark.parametrize("is_older_first", [True, False])
-def test_of_two_disks_with_a_named_chunk_the_newer_one_wins(tmp_path, monkeypatch, is_older_first):
-    """One of them was left out for a life of the node, in which a client wrote the chunk anew."""
-    monkeypatch.setattr(tier_stage, "key", lambda number: named_key(str(number)))
-    with closing_all(Bed) as make:
-        (tmp_path / "old").mkdir(), (tmp_path / "new").mkdir()
-        old, new = (make(tmp_path / name) for name in ("old", "new"))
-        for bed in (old, new):
-            for number in range(8):
-                assert bed.store(number, 0, shards=2)
-                assert bed.store(number, 1, shards=2)
-            bed.close_tier()
-        for path in old.files:
-            os.utime(path, (1, 1))
-        for bed in (old, new):
-            bed.open(wait=False)
-        old.tier.siblings, new.tier.siblings = [new.tier], [old.tier]
-        first, then = (old, new) if is_older_first else (new, old)
-        while not first.is_counted:
-            first.turn()
-        assert not any(first.has(number, 2) for number in range(8)), "the other one may have newer ones"
-        assert "another disk" in first.tier.why_not(named_key("1"))
-        while not then.is_counted:
-            then.turn()
-        old.settle()
-        assert [new.has(number, 2) for number in range(8)] == [True] * 8
-        assert not any(old.has(number, 2) for number in range(8))
-        assert old.files == []
-        assert old.tier.named_at == new.tier.named_at == {}
-
-
-def test_a_disk_whose_files_are_not_told_hides_no_named_chunks_of_others_for_long(tmp_path, monkeypatch):
-    """It may have newer ones; that it had them is known when it answers again."""
-    monkeypatch.setattr(tier_stage, "key", lambda number: named_key(str(number)))
-    real, arrived, opened = os.scandir, threading.Event(), threading.Event()
-
-    def scandir(path):
-        if path == new.root:
-            arrived.set()
-            assert opened.wait(60)
-        return real(path)
-
-    with closing_all(Bed) as make:
-        (tmp_path / "old").mkdir(), (tmp_path / "new").mkdir()
-        old, new = (make(tmp_path / name) for name in ("old", "new"))
-        for bed in (old, new):
-            assert bed.store(1)
-        assert new.store(2)
-        for bed in (old, new):
-            bed.close_tier()
-        os.utime(old.file(1), (1, 1))
-        monkeypatch.setattr(os, "scandir", scandir)
-        new.open(wait=False)
-        assert arrived.wait(60)
-        old.open(wait=False)
-        old.tier.siblings, new.tier.siblings = [new.tier], [old.tier]
-        while not old.is_counted:
-            old.turn()
-        assert old.store(2)
-        assert [old.has(1), old.has(2)] == [False, True], "what was stored since is the newest there can be"
-        assert new.tier.status().state == COUNTING
-        new.now += SILENT_S + 1
-        assert [old.has(1), old.has(2)] == [True, True]
-        assert (new.tier.status().state, new.tier.status().is_up) == (SILENT, False)
-        assert new.counters["disk_silent"] == 1
-        opened.set()
-        while not new.is_counted:
-            new.turn()
-        old.settle()
-        new.settle()
-        assert [old.has(1), new.has(1)] == [False, True]
-        assert [old.has(2), new.has(2)] == [True, False]
-        assert new.tier.status().is_up
-
-
-def pinned(bed):
-    return [number for number in range(16) if bed.tier.is_pinned(key(number))]
-
-
-def test_pins_outlive_the_node_and_end_with_their_chunks(make):
-    bed = make(limit_bytes=4 * CHARGE)
-    for number in range(4):
-        assert bed.store(number)
-    bed.tier.pin([key(1), key(2), key(3)], pinned=True, share=1.0)
-    bed.tier.pin([key(1), key(2)], pinned=True, share=1.0)
-    bed.tier.pin([key(2), key(2)], pinned=False, share=1.0)
-    bed.settle()
-    bed.tier.evict([key(3)])
-    bed.settle()
-    assert pins.read(bed.root) == {key(1): 2}, "so that a node that is killed now leaves no others"
-    bed.restart()
-    assert pinned(bed) == [1]
-    bed.tier.pin([key(0)], pinned=True, share=0.5)
-    with pytest.raises(ArenaFull, match=f"{3 * bed.charge} bytes would be pinned"):
-        bed.tier.pin([key(2)], pinned=True, share=0.5)
-    bed.tier.pin([key(0)], pinned=False, share=0.5)
-    for number in range(4, 12):
-        assert bed.store(number)
-    assert bed.has(1)
-    bed.tier.pin([key(11)], pinned=True, share=1.0)  # which a thread notes …
-    bed.tier.pin([key(1)], pinned=False, share=1.0)
-    assert pinned(bed) == [1, 11], "it was pinned twice"
-    bed.tier.pin([key(1)], pinned=False, share=1.0)
-    bed.tier.evict([key(11)])
-    bed.restart()  # at once: what no thread has written is written by then
-    assert pinned(bed) == []
-
-
-def test_a_pin_that_could_not_be_noted_is_noted_with_the_next_one(make, monkeypatch):
-    bed = make()
-    assert bed.store(1)
-    assert bed.store(2)
-
-    def full(fd):
-        raise OSError(errno.ENOSPC, "no space")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "fdatasync", full)
-        bed.tier.pin([key(1)], pinned=True, share=1.0)
-        bed.settle()
-    assert pins.read(bed.root) == {}
-    bed.tier.pin([key(2)], pinned=True, share=1.0)
-    bed.settle()
-    assert pins.read(bed.root) == {key(1): 1, key(2): 1}
-
-
-def test_pins_of_what_is_not_there_or_does_not_fit_any_more_are_dropped(make, caplog):
-    bed = make()
-    for number in range(4):
-        assert bed.store(number)
-    bed.tier.pin([key(number) for number in range(4)], pinned=True, share=1.0)
-    bed.close_tier()
-    bed.file(0).unlink()
-    bed.limit_bytes = 2 * CHARGE
-    bed.open()
-    bed.settle()
-    kept = pinned(bed)
-    assert len(kept) == len(bed.files) == 2
-    assert bed.tier.used_bytes == 2 * CHARGE
-    assert bed.counters["disk_pins_dropped"] == 1
-    assert "cap is smaller" in caplog.text
-    assert pins.read(bed.root) == {key(number): 1 for number in kept}
-    bed.restart()
-    assert pinned(bed) == kept
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (b"", {}),
-        (b"pdx pins 1\n" + key(1).hex().encode() + b" 3\n" + key(2).hex().encode() + b" 2", {key(1): 3}),
-        (b"pdx pins 1\n" + key(1).hex().encode() + b" 3\nnonsense\n" + key(1).hex().encode() + b" 1\n", {key(1): 1}),
-    ],
-)
-def test_what_a_killed_node_has_left_of_the_pins_is_read(tmp_path, text, found):
-    (tmp_path / pins.NAME).write_bytes(text)
-    assert pins.read(tmp_path) == found
-    pins.write(tmp_path, {key(3): 1})
-    assert pins.read(tmp_path) == found | {key(3): 1}
-    others = {number.to_bytes(16, "little"): 0 for number in range(40_000)}  # with them it is long: it is written anew
-    pins.write(tmp_path, others | {key(3): 0, key(4): 5})
-    assert pins.read(tmp_path) == found | {key(4): 5}
-    assert (tmp_path / pins.NAME).stat().st_size == 11 + sum(34 + 1 for _ in found) + 35
-
-
 def cached_bytes(path):
     """Of a file, in the page cache. A read that is not to wait has the kernel read ahead, and may find that."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
@@ -297,52 +118,6 @@ def test_a_file_system_without_direct_io_is_said(make, monkeypatch, caplog):
 # ---- the cap --------------------------------------------------------------------------------
 
 
-def test_what_memory_hits_counts_as_used(make):
-    """The disk is not asked for it as long as memory has it."""
-    bed = make(limit_bytes=4 * CHARGE)
-    hit, removed = bed.used, bed.gone
-    hit.update([key(0), key(2)])
-    for number in range(4):
-        assert bed.store(number)
-        os.utime(bed.file(number), ns=(0, number * 1000))
-    assert bed.load(0) is None
-    bed.until(lambda: bed.file(0).stat().st_mtime_ns > 0)  # its file says so now, and not again after the next line
-    os.utime(bed.file(0), ns=(0, 3))
-    assert bed.store(4)
-    assert bed.store(5)
-    assert removed == [key(1), key(3)]
-    assert sorted(bed.files) == sorted(bed.file(number) for number in (0, 2, 4, 5))
-    hit.clear()
-    bed.restart()
-    bed.limit_bytes = 3 * CHARGE
-    bed.restart()
-    bed.settle()
-    assert sorted(bed.files) == sorted(bed.file(number) for number in (2, 4, 5)), "the order outlives the process"
-
-
-def test_where_memory_hits_all_of_it_the_oldest_makes_room(make):
-    bed = make(limit_bytes=4 * CHARGE)
-    bed.is_used, removed, bed.tier.changed = lambda one: True, bed.gone, {}
-    for number in range(8):
-        assert bed.store(number)
-    assert removed == [key(number) for number in range(4)]
-    assert [each for each in bed.tier.changed if not bed.tier.holds(each)] == removed
-    assert len(bed.files) == 4
-
-
-def test_a_store_asks_for_few_chunks_whether_memory_hits_them(make):
-    asked = []
-    bed = make(limit_bytes=100 * CHARGE)
-    bed.is_used = lambda one: asked.append(one) or True
-    for number in range(100):
-        assert bed.store(number)
-    assert not asked
-    assert bed.store(100)
-    assert asked == [key(number) for number in range(MAX_SPARED)]
-    assert not bed.has(MAX_SPARED)
-    assert all(bed.has(number) for number in range(MAX_SPARED))
-
-
 def test_a_file_that_makes_room_is_written_anew_unless_it_is_read(make, gate):
     bed = make()
     bed.limit_bytes = 2 * bed.charge
@@ -368,27 +143,6 @@ def test_a_file_that_makes_room_is_written_anew_unless_it_is_read(make, gate):
     with bed.file(3).open("rb") as first:
         assert bed.store(5)
         assert is_file(first, bed.file(5)), "once it was read it is no one's any more"
-
-
-def test_the_index_is_bounded(bed, monkeypatch, caplog):
-    for number in range(8):
-        assert bed.store(number)
-        os.utime(bed.file(number), ns=(0, number))
-    monkeypatch.setattr(files, "MAX_FILES", 5)
-    bed.restart()
-    bed.settle()
-    assert sorted(bed.files) == sorted(bed.file(number) for number in range(3, 8))
-    assert bed.store(8)
-    assert [number for number in range(9) if bed.has(number)] == [4, 5, 6, 7, 8]
-    assert len(bed.files) == bed.tier.num_chunks == 5
-    assert bed.tier.used_bytes == 5 * bed.charge
-    assert bed.counters["disk_index_full"] == 4
-    assert sum("disk_index_full" in one.message for one in caplog.records) == 1
-    copies = [bed.start_store(number, at=number) for number in range(9, 14)]
-    assert bed.tier.num_chunks == 0, "each has a place before it is written"
-    assert [bed.end(copy) for copy in copies] == [None] * 5
-    bed.settle()
-    assert len(bed.files) == bed.tier.num_chunks == 5
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
@@ -540,34 +294,6 @@ def test_a_call_costs_as_much_with_many_stores_under_way_as_with_few(make, gate)
     write.open()
     ends = {number: bed.end(copy) for number, copy in copies.items()}
     assert [number for number, error in ends.items() if error is not None] == [0, 1, 100, 101]
-
-
-# ---- starting -------------------------------------------------------------------------------
-
-
-def test_the_index_is_read_while_the_node_serves(bed, gate):
-    for number in range(3):
-        assert bed.store(number)
-    bed.close_tier()
-    salvage = gate("salvage", folder)
-    bed.open(wait=False)
-    assert salvage.arrived.acquire(timeout=60)
-    assert not bed.has(1)
-    assert bed.tier.why_not(key(1)) == "has not counted its files yet"
-    assert bed.start_store(9) is None  # until it is known how much is there
-    assert bed.counters["disk_not_counted"] == 1
-    bed.tier.evict([key(2)])
-    bed.tier.changed = {}
-    salvage.open()
-    while not bed.is_counted:
-        bed.turn()
-    assert set(bed.tier.changed) == {key(number) for number in range(3)}
-    bed.settle()
-    assert bed.load(1) is None
-    assert bed.tier.why_not(key(2)) == ""
-    assert not bed.has(2)
-    assert not bed.file(2).exists()
-    assert bed.store(9)
 
 
 # ---- the model ------------------------------------------------------------------------------

@@ -1,22 +1,23 @@
-"""Which files a disk can find, and which it gives up first, by each eviction policy, beside what requests want."""
+"""Which files a disk can find, and which it gives up first: by policy, beside what is pinned, in memory, or wanted."""
 
 from __future__ import annotations
 
-import functools
+import errno
 import os
 import time
 
 import pytest
-from disk_bed import Bed, closing_all, key
+from disk_bed import key
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_models import POLICIES, ROOM
 from steps import lines_run
 
-from pdx.errors import ConfigError
+from pdx.errors import ArenaFull, ConfigError
+from pdx.store.disk import files, pins
 from pdx.store.disk.chunk_file import ChunkFile
-from pdx.store.disk.index import FileIndex
+from pdx.store.disk.index import MAX_SPARED, FileIndex
 from pdx.telemetry.env import Env
 
 FILE_BYTES = ChunkFile(b"", 0, 1, 4096).charge
@@ -211,12 +212,6 @@ def test_a_victim_costs_as_much_among_many_files_as_among_few(policy):
 CHARGE = 40_960  # of the cap, for a chunk of 32 KiB
 
 
-@pytest.fixture
-def make(tmp_path):
-    with closing_all(functools.partial(Bed, tmp_path)) as make_bed:
-        yield make_bed
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_after_a_restart_files_go_by_when_they_were_used(make, policy):
     bed = make(limit_bytes=8 * CHARGE, policy=policy)
@@ -252,3 +247,163 @@ def test_after_its_time_a_file_is_removed_though_there_is_room_also_after_a_rest
 def test_a_policy_that_there_is_not_is_refused_by_the_name_of_its_option():
     with pytest.raises(ConfigError, match=r"--disk-policy fifo: no policy is named 'fifo'; there are lru, s3fifo"):
         FileIndex(1 << 20, Env(), policy="fifo")
+
+
+def test_what_memory_hits_counts_as_used(make):
+    """The disk is not asked for it as long as memory has it."""
+    bed = make(limit_bytes=4 * CHARGE)
+    hit, removed = bed.used, bed.gone
+    hit.update([key(0), key(2)])
+    for number in range(4):
+        assert bed.store(number)
+        os.utime(bed.file(number), ns=(0, number * 1000))
+    assert bed.load(0) is None
+    bed.until(lambda: bed.file(0).stat().st_mtime_ns > 0)  # its file says so now, and not again after the next line
+    os.utime(bed.file(0), ns=(0, 3))
+    assert bed.store(4)
+    assert bed.store(5)
+    assert removed == [key(1), key(3)]
+    assert sorted(bed.files) == sorted(bed.file(number) for number in (0, 2, 4, 5))
+    hit.clear()
+    bed.restart()
+    bed.limit_bytes = 3 * CHARGE
+    bed.restart()
+    bed.settle()
+    assert sorted(bed.files) == sorted(bed.file(number) for number in (2, 4, 5)), "the order outlives the process"
+
+
+def test_where_memory_hits_all_of_it_the_oldest_makes_room(make):
+    bed = make(limit_bytes=4 * CHARGE)
+    bed.is_used, removed, bed.tier.changed = lambda one: True, bed.gone, {}
+    for number in range(8):
+        assert bed.store(number)
+    assert removed == [key(number) for number in range(4)]
+    assert [each for each in bed.tier.changed if not bed.tier.holds(each)] == removed
+    assert len(bed.files) == 4
+
+
+def test_a_store_asks_for_few_chunks_whether_memory_hits_them(make):
+    asked = []
+    bed = make(limit_bytes=100 * CHARGE)
+    bed.is_used = lambda one: asked.append(one) or True
+    for number in range(100):
+        assert bed.store(number)
+    assert not asked
+    assert bed.store(100)
+    assert asked == [key(number) for number in range(MAX_SPARED)]
+    assert not bed.has(MAX_SPARED)
+    assert all(bed.has(number) for number in range(MAX_SPARED))
+
+
+def test_the_index_is_bounded(bed, monkeypatch, caplog):
+    for number in range(8):
+        assert bed.store(number)
+        os.utime(bed.file(number), ns=(0, number))
+    monkeypatch.setattr(files, "MAX_FILES", 5)
+    bed.restart()
+    bed.settle()
+    assert sorted(bed.files) == sorted(bed.file(number) for number in range(3, 8))
+    assert bed.store(8)
+    assert [number for number in range(9) if bed.has(number)] == [4, 5, 6, 7, 8]
+    assert len(bed.files) == bed.tier.num_chunks == 5
+    assert bed.tier.used_bytes == 5 * bed.charge
+    assert bed.counters["disk_index_full"] == 4
+    assert sum("disk_index_full" in one.message for one in caplog.records) == 1
+    copies = [bed.start_store(number, at=number) for number in range(9, 14)]
+    assert bed.tier.num_chunks == 0, "each has a place before it is written"
+    assert [bed.end(copy) for copy in copies] == [None] * 5
+    bed.settle()
+    assert len(bed.files) == bed.tier.num_chunks == 5
+
+
+# ---- pins in a tier ------------------------------------------------------------------------
+
+
+def pinned(bed):
+    return [number for number in range(16) if bed.tier.is_pinned(key(number))]
+
+
+def test_pins_outlive_the_node_and_end_with_their_chunks(make):
+    bed = make(limit_bytes=4 * CHARGE)
+    for number in range(4):
+        assert bed.store(number)
+    bed.tier.pin([key(1), key(2), key(3)], pinned=True, share=1.0)
+    bed.tier.pin([key(1), key(2)], pinned=True, share=1.0)
+    bed.tier.pin([key(2), key(2)], pinned=False, share=1.0)
+    bed.settle()
+    bed.tier.evict([key(3)])
+    bed.settle()
+    assert pins.read(bed.root) == {key(1): 2}, "so that a node that is killed now leaves no others"
+    bed.restart()
+    assert pinned(bed) == [1]
+    bed.tier.pin([key(0)], pinned=True, share=0.5)
+    with pytest.raises(ArenaFull, match=f"{3 * bed.charge} bytes would be pinned"):
+        bed.tier.pin([key(2)], pinned=True, share=0.5)
+    bed.tier.pin([key(0)], pinned=False, share=0.5)
+    for number in range(4, 12):
+        assert bed.store(number)
+    assert bed.has(1)
+    bed.tier.pin([key(11)], pinned=True, share=1.0)  # which a thread notes …
+    bed.tier.pin([key(1)], pinned=False, share=1.0)
+    assert pinned(bed) == [1, 11], "it was pinned twice"
+    bed.tier.pin([key(1)], pinned=False, share=1.0)
+    bed.tier.evict([key(11)])
+    bed.restart()  # at once: what no thread has written is written by then
+    assert pinned(bed) == []
+
+
+def test_a_pin_that_could_not_be_noted_is_noted_with_the_next_one(make, monkeypatch):
+    bed = make()
+    assert bed.store(1)
+    assert bed.store(2)
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fdatasync", full)
+        bed.tier.pin([key(1)], pinned=True, share=1.0)
+        bed.settle()
+    assert pins.read(bed.root) == {}
+    bed.tier.pin([key(2)], pinned=True, share=1.0)
+    bed.settle()
+    assert pins.read(bed.root) == {key(1): 1, key(2): 1}
+
+
+def test_pins_of_what_is_not_there_or_does_not_fit_any_more_are_dropped(make, caplog):
+    bed = make()
+    for number in range(4):
+        assert bed.store(number)
+    bed.tier.pin([key(number) for number in range(4)], pinned=True, share=1.0)
+    bed.close_tier()
+    bed.file(0).unlink()
+    bed.limit_bytes = 2 * CHARGE
+    bed.open()
+    bed.settle()
+    kept = pinned(bed)
+    assert len(kept) == len(bed.files) == 2
+    assert bed.tier.used_bytes == 2 * CHARGE
+    assert bed.counters["disk_pins_dropped"] == 1
+    assert "cap is smaller" in caplog.text
+    assert pins.read(bed.root) == {key(number): 1 for number in kept}
+    bed.restart()
+    assert pinned(bed) == kept
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (b"", {}),
+        (b"pdx pins 1\n" + key(1).hex().encode() + b" 3\n" + key(2).hex().encode() + b" 2", {key(1): 3}),
+        (b"pdx pins 1\n" + key(1).hex().encode() + b" 3\nnonsense\n" + key(1).hex().encode() + b" 1\n", {key(1): 1}),
+    ],
+)
+def test_what_a_killed_node_has_left_of_the_pins_is_read(tmp_path, text, found):
+    (tmp_path / pins.NAME).write_bytes(text)
+    assert pins.read(tmp_path) == found
+    pins.write(tmp_path, {key(3): 1})
+    assert pins.read(tmp_path) == found | {key(3): 1}
+    others = {number.to_bytes(16, "little"): 0 for number in range(40_000)}  # with them it is long: it is written anew
+    pins.write(tmp_path, others | {key(3): 0, key(4): 5})
+    assert pins.read(tmp_path) == found | {key(4): 5}
+    assert (tmp_path / pins.NAME).stat().st_size == 11 + sum(34 + 1 for _ in found) + 35

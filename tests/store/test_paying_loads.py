@@ -1,11 +1,11 @@
 """What is loaded from a tier, and what is computed because that is faster, by what was measured of both (invariant 10).
 
-The tier is the fake of test_tiers: its jobs say themselves how long they took.
+The tier is the fake of `below_stage`: its jobs say themselves how long they took.
 """
 
 import pytest
+from below_stage import DictTier, Stage, key, pattern
 from steps import calls_run
-from test_tiers import DictTier, Stage, key, pattern
 
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.store import copy, paying, tiers

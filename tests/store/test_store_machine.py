@@ -6,30 +6,22 @@ let go, also after its reservation was aborted. Pushes hold chunks in any state 
 """
 
 import itertools
-import tempfile
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
+from store_model import WRITABLE, Lease, Record, StoreModel, writing
 
 from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
-from pdx.memory.arena import GRANULE_BYTES, NEVER, Arena, round_up
+from pdx.memory.arena import GRANULE_BYTES, NEVER, round_up
 from pdx.memory.keys import KEY_BYTES
-from pdx.memory.slot import Slot
 from pdx.store.chunk import Claim
 from pdx.store.lifecycle import State
-from pdx.store.policies import by_name
 from pdx.store.siblings import common
-from pdx.store.store import Store
-from pdx.telemetry.env import Env
 
-GRANULES = 24
 KEYS = {1: [b"c%d" % n for n in range(6)], 2: [b"e%d" % n for n in range(6)]}  # by shards
-WRITABLE = (State.FILLING, State.QUARANTINED)
 HOLDABLE = (State.FILLING, State.SEALED)
 indices = st.integers(0, 1 << 16)
 WIDTH = 2  # blocks to a chunk
@@ -41,122 +33,7 @@ def named(letters):
     return b"".join(letter.encode() * KEY_BYTES for letter in letters)
 
 
-@dataclass
-class Record:
-    """What the model knows of one slot."""
-
-    key: bytes
-    shard: int
-    slot: Slot
-    layers: int
-    owner: int
-    writer: int
-    deadline: float
-    tail: bool
-    number: int
-    state: State = State.FILLING
-    filled: set = field(default_factory=set)
-    leases: int = 0
-    pins: int = 0
-    blocks: bytes = b""
-    parent: bytes = b""
-
-    def begins(self, other):
-        """Whether it has nothing but leading blocks of the other one."""
-        return bool(self.blocks) and self.parent == other.parent and other.blocks.startswith(self.blocks)
-
-    def slice(self, layer):
-        """(offset, bytes) of a slice."""
-        start = self.slot.nbytes * layer // self.layers
-        return self.slot.offset + start, self.slot.nbytes * (layer + 1) // self.layers - start
-
-    def pattern(self, layer):
-        nbytes = self.slice(layer)[1]
-        return ((self.number << 8 | layer).to_bytes(4, "little") * (nbytes // 4 + 1))[:nbytes]
-
-
-@dataclass
-class Lease:
-    session: int
-    deadline: float
-    records: list
-
-
-class StoreMachine(RuleBasedStateMachine):
-    def __init__(self):
-        super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
-        self.arena = Arena.create(Path(self.folder.name) / "arena", GRANULES * GRANULE_BYTES)
-        self.now = 100.0
-        self.numbers = itertools.count(1)
-        self.sessions = {"client": next(self.numbers), "other": next(self.numbers)}
-        self.sessions |= {"scheduler": next(self.numbers), "rank 0": next(self.numbers), "rank 1": next(self.numbers)}
-        self.live = {}  # offset -> Record
-        self.dead = []
-        self.leases = {}  # number -> Lease
-        self.holds = []  # lists of records
-        self.last_generation = {}
-        self.queue = {}  # number of a request that waits -> keys
-
-    @initialize(policy=st.sampled_from(["lru", "s3fifo", "gittins"]))
-    def start(self, policy):
-        self.store = Store(self.arena, Env(lambda: self.now), policy=by_name.find(policy))
-
-    # ---- the model -------------------------------------------------------------------------
-
-    def index(self, shard, key):
-        """The record that stands in the index."""
-        for record in self.live.values():
-            if (record.shard, record.key) == (shard, key) and record.state in (State.FILLING, State.SEALED):
-                return record
-        return None
-
-    def is_absent(self, key, shards):
-        present = [record for shard in range(shards) if (record := self.index(shard, key))]
-        return len(present) < shards and all(record.state is State.SEALED for record in present)
-
-    def die(self, record):
-        del self.live[record.slot.offset]
-        self.dead.append(record.slot)
-
-    def drop(self, record):
-        if record.leases:
-            record.state = State.RETIRED
-        else:
-            self.die(record)
-
-    def end_lease(self, number):
-        self.unread(self.leases.pop(number).records)
-
-    def unread(self, records):
-        for record in records:
-            record.leases -= 1
-            is_for_one = record.tail and not record.blocks
-            is_spent = record.state is State.RETIRED or (is_for_one and record.state is State.SEALED)
-            if not record.leases and is_spent:
-                self.die(record)
-
-    def let_go_model(self, record):
-        """Its writer writes no more; a push may still read what it wrote."""
-        if record.leases:
-            record.state = State.RETIRED
-        else:
-            self.die(record)
-
-    def hits(self, keys, shards):
-        """The leading run that is sealed in all shards."""
-        found = []
-        for key in keys:
-            records = [self.index(shard, key) for shard in range(shards)]
-            if not all(record and record.state is State.SEALED for record in records):
-                break
-            found.append(records)
-        return found
-
-    def pick(self, index, *states):
-        records = [record for record in self.live.values() if record.state in states]
-        return records[index % len(records)] if records else None
-
+class StoreMachine(StoreModel):
     # ---- reserving and writing -------------------------------------------------------------
 
     @rule(
@@ -238,51 +115,6 @@ class StoreMachine(RuleBasedStateMachine):
                 parent=keys[index - 1] if index else parent,
             )
 
-    def is_evictable(self, record):
-        return record.state is State.SEALED and not record.leases and not record.pins
-
-    def free_bytes(self):
-        return self.arena.nbytes - sum(round_up(record.slot.nbytes) for record in self.live.values())
-
-    def fitting(self, size):
-        """How many slots of `size` bytes would fit if everything were evicted that may be."""
-        stays = sorted(
-            (record.slot.offset, record.slot.offset + round_up(record.slot.nbytes))
-            for record in self.live.values()
-            if not self.is_evictable(record)
-        )
-        edges = [0, *itertools.chain.from_iterable(stays), self.arena.nbytes]
-        return sum((end - start) // size for start, end in zip(edges[::2], edges[1::2], strict=True))
-
-    def take_evicted(self):
-        """Records that the store evicted: only ones that nobody holds."""
-        evicted = [record for record in self.live.values() if not self.is_there(record)]
-        for record in evicted:
-            assert self.is_evictable(record), f"evicted {record}"
-            self.die(record)
-        return evicted
-
-    def is_there(self, record):
-        try:
-            self.store.at(record.slot)
-        except StaleSlot:
-            return False
-        return True
-
-    def is_new(self, slot):
-        """A granted slot overlaps nobody's memory and has a generation that was never promised there before."""
-        end = slot.offset + round_up(slot.nbytes)
-        for other in self.live.values():
-            other_end = other.slot.offset + round_up(other.slot.nbytes)
-            assert end <= other.slot.offset or other_end <= slot.offset, f"{slot} overlaps {other}"
-        assert slot.generation > self.last_generation.get(slot.offset, -1)
-        self.last_generation[slot.offset] = slot.generation
-        assert self.arena.is_current(slot)
-
-    def write(self, record, layer):
-        start, nbytes = record.slice(layer)
-        self.arena.data[start : start + nbytes] = record.pattern(layer)
-
     @rule(index=indices, layer=st.integers(0, 2))
     def fill(self, index, layer):
         if record := self.pick(index, *WRITABLE):
@@ -301,15 +133,6 @@ class StoreMachine(RuleBasedStateMachine):
             chunks = self.store.fill([record.slot], 0, record.layers, record.writer)
             self.store.seal(chunks)
             self.seal_model(record)
-
-    def seal_model(self, record):
-        if record.state is State.QUARANTINED:
-            self.let_go_model(record)
-        else:
-            record.state = State.SEALED
-            for gone in self.take_evicted():
-                assert gone.key != record.key
-                assert gone.begins(record)
 
     @rule(index=indices)
     def seal(self, index):
@@ -438,10 +261,6 @@ class StoreMachine(RuleBasedStateMachine):
         if self.holds:
             self.end_hold(self.holds.pop(index % len(self.holds)))
 
-    def end_hold(self, records):
-        self.store.unhold([self.store.at(record.slot) for record in records])
-        self.unread(records)
-
     @rule(index=indices, seconds=st.integers(1, 50))
     def renew(self, index, seconds):
         if self.leases:
@@ -500,17 +319,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.sessions[who] = next(self.numbers)
         self.end(session)
 
-    def end(self, session):
-        self.store.end_session(session)
-        for number, lease in list(self.leases.items()):
-            if lease.session == session:
-                self.end_lease(number)
-        for record in list(self.live.values()):
-            if record.state in WRITABLE and record.writer == session:
-                self.let_go_model(record)
-            elif record.state is State.FILLING and record.owner == session:
-                record.state = State.QUARANTINED
-
     # ---- what always holds -----------------------------------------------------------------
 
     @invariant()
@@ -543,14 +351,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_order_has_what_may_be_evicted(self):
-        evictable = {record.slot.offset for record in self.live.values() if self.may_go(record)}
+        evictable = {record.slot.offset for record in self.live.values() if self.is_evictable(record)}
         order = self.store.pools[0].order
         assert {chunk.slot.offset for chunk in order.victims()} == evictable
         assert order.nbytes == sum(round_up(self.live[offset].slot.nbytes) for offset in evictable)
         assert set(self.store.wanted) == {key for keys in self.queue.values() for key in keys}
-
-    def may_go(self, record):
-        return record.state is State.SEALED and not record.leases and not record.pins
 
     @invariant()
     def numbers_agree(self):
@@ -582,12 +387,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert not writing(self.store)
         self.arena.close()
         self.folder.cleanup()
-
-
-def writing(store):
-    """Offsets of chunks that somebody may still write, by what the store knows of their writers."""
-    writers = store.index.writers
-    return {chunk.slot.offset for session, _, _ in writers.sizes() for chunk in writers.of(session)}
 
 
 StoreMachine.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=50)

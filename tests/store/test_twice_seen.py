@@ -1,10 +1,10 @@
 """What is stored when it is seen for the second time (`--store twice-seen`): found in memory, or computed again.
 
-The tier is the fake of test_tiers.
+The tier is the fake of `below_stage`.
 """
 
 import pytest
-from test_tiers import GRANULE_BYTES, GRANULES, LAYERS, WRITER, Stage, key
+from below_stage import GRANULE_BYTES, GRANULES, LAYERS, WRITER, Stage, key
 
 from pdx.store import history
 from pdx.store.chunk import Claim

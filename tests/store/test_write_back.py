@@ -1,6 +1,6 @@
 """What is stored when it is among the next to be evicted (`--store write-back`), with every policy.
 
-The tier is the fake of test_tiers.
+The tier is the fake of `below_stage`.
 """
 
 import contextlib
@@ -8,12 +8,12 @@ import tempfile
 from collections import Counter
 
 import pytest
+from below_stage import GRANULES, Stage, key
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from steps import calls_run
 from test_policies import MODELS, ROOM
-from test_tiers import GRANULES, Stage, key
 
 from pdx.store import storing
 from pdx.store.history import Cause
