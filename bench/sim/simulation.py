@@ -325,8 +325,8 @@ class _Run:
             del self._talking[session]
         if self._future is not None:
             self._nodes[0].refresh(served.request.keys)
-        if not self._num_ended % 64:
-            self._on_progress(64)
+        if not self._num_ended % 64 or self._num_ended == len(self._trace.requests):
+            self._on_progress((self._num_ended - 1) % 64 + 1)
 
     # ---- results ----------------------------------------------------------------------------
 

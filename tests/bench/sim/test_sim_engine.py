@@ -82,7 +82,9 @@ def test_a_queue_is_loaded_ahead_of_its_turn():
 @pytest.mark.parametrize("policy", ["lru", "gittins", "belady", "age:5"])
 def test_the_same_gives_the_same_bit_by_bit(policy):
     settings = {"devices": [disk(500, gb_s=2.0)], "engines": 2, "policy": policy}
-    first, second = (simulate(some(60), case(**settings)) for _ in range(2))
+    trace, ended = some(60), []
+    first, second = (simulate(trace, case(**settings), ended.append) for _ in range(2))
+    assert sum(ended) == 2 * len(trace.requests), "progress counts each request that ends"
     assert msgspec.json.encode(first) == msgspec.json.encode(second)
     assert first.tiers[0].evicted_blocks > 0 or policy == "age:5"
     assert first.tiers[1].evicted_blocks > 0
