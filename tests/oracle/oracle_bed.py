@@ -1,14 +1,20 @@
-"""Engines with an exact oracle on one node."""
+"""Engines with an exact oracle on one node, and what tests of them begin and end with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 from exact_engine import Engine, Shape, check_nothing_left, tokens
 from node_harness import NodeProcess, NodeThread
 
 from pdx.testing.waiting import wait_until
+
+HISTORY = 1024  # tokens: four chunks
+CHUNKS = HISTORY // 256
+CHUNK = 64  # tokens, where the kind matters: windows and local parts are longer
+both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
 class OracleBed:
@@ -61,3 +67,38 @@ class OracleBed:
     def _holds_nothing(self) -> bool:
         status = self.node.status()
         return not status.leases and not status.transfers and set(status.chunks) <= {"sealed", "evicting"}
+
+
+def of(kind: str, **shape: Any) -> dict[str, Any]:
+    """The shape of an engine whose steps end where chunks end, since states are there alone."""
+    return {"kind": kind, "budget": 256, "extra": {"chunk_tokens": CHUNK}, **shape}
+
+
+def written(bed: OracleBed, **shape: Any) -> list[int]:
+    """The beginning of a prompt, which the store has."""
+    history = bed.tokens(HISTORY)
+    writer = bed.engine("writer", **shape)
+    writer.ask("w", history + bed.tokens(50, "w"), 2)
+    bed.settled()
+    return history
+
+
+def reader_of(bed: OracleBed, **shape: Any) -> Any:
+    """An engine that has computed a prompt: it knows how long that takes, and has told so."""
+    reader = bed.engine("reader", **shape)
+    reader.ask("warm", bed.tokens(300, "warm"), 2)
+    return reader
+
+
+def found(engine: Any, name: str, prompt: list[int], count: int, **settings: Any) -> int:
+    """How many tokens of a prompt were not computed, whose answer is right."""
+    before = engine.runner.computed
+    engine.ask(name, prompt, count, **settings)
+    return len(prompt) + count - 1 - int(engine.runner.computed - before)
+
+
+def read_by_another(bed: OracleBed, *prompts: list[int], **shape: Any) -> None:
+    """What the store has is right."""
+    fresh = bed.engine("fresh", **shape)
+    for number, prompt in enumerate(prompts):
+        fresh.ask(f"again {number}", prompt + bed.tokens(30, "again"), 8)

@@ -14,52 +14,16 @@ from typing import Any
 
 import pytest
 from connector_storm import WEIGHTS, read_adapter
-from exact_engine import FOREIGN, PDX, KVConnectorOutput, LoRARequest, WorkerLoRAManager, connector, run_together
+from exact_engine import KVConnectorOutput, LoRARequest, WorkerLoRAManager, connector, run_together
 from exact_kinds import MOVED_KINDS, by_schedulers
 from exact_model import Beside, answer
-from foreign_connector import CLAIMS, Claim
 from node_harness import NodeProcess
-from oracle_bed import OracleBed
+from oracle_bed import CHUNK, HISTORY, OracleBed, both, found, of, read_by_another, reader_of, written
 
 from pdx.engine.cpu_copier import CpuCopier
-from pdx.engine.step import LeftOut
 from pdx.testing.waiting import wait_until
-from pdx.vllm.content import Content
-from pdx.vllm.releases import RELEASE
 
-HISTORY = 1024  # tokens: four chunks
-CHUNKS = HISTORY // 256
-CHUNK = 64  # tokens, where the kind matters: windows and local parts are longer
-both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 each_kind = by_schedulers(*MOVED_KINDS)
-
-
-def of(kind: str, **shape: Any) -> dict[str, Any]:
-    """The shape of an engine whose steps end where chunks end, since states are there alone."""
-    return {"kind": kind, "budget": 256, "extra": {"chunk_tokens": CHUNK}, **shape}
-
-
-def written(bed: OracleBed, **shape: Any) -> list[int]:
-    """The beginning of a prompt, which the store has."""
-    history = bed.tokens(HISTORY)
-    writer = bed.engine("writer", **shape)
-    writer.ask("w", history + bed.tokens(50, "w"), 2)
-    bed.settled()
-    return history
-
-
-def reader_of(bed: OracleBed, **shape: Any) -> Any:
-    """An engine that has computed a prompt: it knows how long that takes, and has told so."""
-    reader = bed.engine("reader", **shape)
-    reader.ask("warm", bed.tokens(300, "warm"), 2)
-    return reader
-
-
-def found(engine: Any, name: str, prompt: list[int], count: int, **settings: Any) -> int:
-    """How many tokens of a prompt were not computed, whose answer is right."""
-    before = engine.runner.computed
-    engine.ask(name, prompt, count, **settings)
-    return len(prompt) + count - 1 - int(engine.runner.computed - before)
 
 
 def write_adapter(lora: Any, weights: str) -> None:
@@ -68,13 +32,6 @@ def write_adapter(lora: Any, weights: str) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text("{}")
     (folder / WEIGHTS).write_text(weights)
-
-
-def read_by_another(bed: OracleBed, *prompts: list[int], **shape: Any) -> None:
-    """What the store has is right."""
-    fresh = bed.engine("fresh", **shape)
-    for number, prompt in enumerate(prompts):
-        fresh.ask(f"again {number}", prompt + bed.tokens(30, "again"), 8)
 
 
 @each_kind
@@ -443,93 +400,3 @@ def test_a_worker_that_maps_the_arena_of_a_new_node_late_loads_nothing_until_the
         mapped.set()
     wait_until(lambda: reader.worker_half.link.is_attached, what="its worker half is")
     reader.ask("b", history + own_bed.tokens(300, "b"), 12)
-
-
-# ---- inside MultiConnector --------------------------------------------------------------------
-
-BESIDE = {"beside": (FOREIGN, PDX)}
-PROMISED = 768  # tokens: three chunks
-
-
-@pytest.fixture
-def claims() -> Any:
-    """What the connector beside PDX promises. A storm leaves what its requests did not come to."""
-    if RELEASE == (0, 28):
-        pytest.skip("PdxConnector refuses to be inside another one there")
-    CLAIMS.clear()
-    yield CLAIMS
-    CLAIMS.clear()
-
-
-@pytest.mark.parametrize("is_left_out", [False, True], ids=["of a request", "of one that is left out"])
-@pytest.mark.parametrize("kept", [0, 256, 400])
-def test_what_another_connector_failed_to_load_is_not_saved(
-    bed: OracleBed, claims: dict[str, Claim], monkeypatch: pytest.MonkeyPatch, kept: int, is_left_out: bool
-) -> None:
-    """Nor what was computed from it, by this request or by one that comes in the same step."""
-    reader = reader_of(bed, **BESIDE)
-    if is_left_out:  # as for a picture without a name
-        left_out = {"0": LeftOut("unnamed_media", "%s")}
-        monkeypatch.setattr(Content, "name_inputs", lambda self, request, is_new: left_out.get(request.request_id))
-    prompts = [bed.tokens(HISTORY) + bed.tokens(count, count) for count in (100, 120)]
-    for number, prompt in enumerate(prompts):
-        claims[str(number)] = Claim(PROMISED, kept)  # "1" comes first where the node's answer for "0" takes longer
-        reader.add(str(number), prompt, 12)
-    reader.run()
-    reader.check(next(str(number) for number in range(2) if str(number) not in claims))
-    read_by_another(bed, *prompts, bed.tokens(HISTORY), **BESIDE)
-
-
-@pytest.mark.parametrize("aborted", [False, True], ids=["it goes on", "it is aborted"])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_nor_what_others_compute_from_it_while_it_is_computed_again(
-    bed: OracleBed, claims: dict[str, Claim], steps: int, aborted: bool
-) -> None:
-    """The blocks stay in vLLM's cache meanwhile, and those who find them there are wrong by vLLM's own fault."""
-    reader = reader_of(bed, **BESIDE, budget=128, threshold=64)
-    prompts = [bed.tokens(HISTORY) + bed.tokens(count, count) for count in (100, 300, 500)]
-    claims["0"] = Claim(PROMISED, 128)
-    reader.add("0", prompts[0], 30)
-    for _ in range(1 + steps):
-        reader.step()
-    reader.add("1", prompts[1], 30)
-    reader.step()
-    if aborted:
-        reader.abort("0")
-    reader.add("2", prompts[2], 300)
-    reader.run()
-    read_by_another(bed, *prompts, bed.tokens(HISTORY), **BESIDE)
-
-
-@both
-@pytest.mark.parametrize("aborted", [False, True], ids=["it goes on", "it is aborted"])
-def test_what_another_connector_failed_to_load_is_not_found_in_vllms_own_cache(
-    bed: OracleBed, claims: dict[str, Claim], asynchronous: bool, aborted: bool
-) -> None:
-    """By one who comes when that is known: vLLM would leave it there until it is computed again, if ever."""
-    reader = reader_of(bed, **BESIDE, asynchronous=asynchronous, budget=128, threshold=64)
-    history = bed.tokens(HISTORY)
-    claims["0"] = Claim(PROMISED, 128)
-    reader.add("0", history + bed.tokens(100, "0"), 30)
-    while claims:
-        reader.step()
-    for _ in range(asynchronous):
-        reader.step()  # tells what came of the one before
-    if aborted:
-        reader.abort("0")
-    reader.ask("1", history + bed.tokens(300, "1"), 12)
-    reader.run()
-    if not aborted:
-        reader.check("0")
-
-
-@both
-def test_what_another_connector_has_loaded_is_saved_when_that_is_known(
-    bed: OracleBed, claims: dict[str, Claim], asynchronous: bool
-) -> None:
-    reader = reader_of(bed, **BESIDE, asynchronous=asynchronous)
-    before = bed.counted("sealed")
-    claims["a"] = Claim(PROMISED, PROMISED)
-    reader.ask("a", bed.tokens(HISTORY) + bed.tokens(100, "a"), 12)
-    bed.stored(before + CHUNKS)
-    read_by_another(bed, bed.tokens(HISTORY), **BESIDE)

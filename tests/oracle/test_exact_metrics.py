@@ -11,9 +11,8 @@ import msgspec
 import pytest
 from exact_engine import FOREIGN, PDX, Engine, Shape, vllm_config
 from node_harness import MIB, NodeThread
-from oracle_bed import OracleBed
+from oracle_bed import HISTORY, OracleBed, reader_of, written
 from prometheus_client import REGISTRY
-from test_exact_engine import HISTORY, reader_of, written
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics

@@ -14,8 +14,7 @@ from exact_engine import Engine, KVConnectorOutput, connector
 from exact_hooks import SecondRunner
 from exact_kinds import EVERY_DAY, by_schedulers, with_pdx
 from exact_releases import CAPS, DEFERS, Cap, keep_routes
-from oracle_bed import OracleBed
-from test_exact_engine import CHUNK, HISTORY, both, found, of, read_by_another, reader_of, written
+from oracle_bed import CHUNK, HISTORY, OracleBed, both, found, of, read_by_another, reader_of, written
 
 from pdx.vllm.releases import moves_groups
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from exact_engine import run_together
-from oracle_bed import OracleBed
-from test_exact_engine import CHUNK, HISTORY, found
+from oracle_bed import CHUNK, HISTORY, OracleBed, found
 
 EXTRA = {"chunk_tokens": CHUNK}
 CUT = {"full": (1, 2), "window": (2, 2), "mixed": (2, 2)}
