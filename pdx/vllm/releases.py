@@ -1,7 +1,7 @@
 """Everything that differs between the releases of vLLM that PDX runs on; no other module asks for the release.
 
-Each difference is a function here. `tests/connector/test_vllm_border.py` checks them against vLLM's own classes: those
-of the installed release, and with `make releases` those of all.
+Each difference is a function here. Tests of `tests/connector` (`.ci/releases` names them) check them against vLLM's own
+classes: those of the installed release, and with `make releases` those of all.
 """
 
 from __future__ import annotations

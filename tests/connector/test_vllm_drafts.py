@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
-    from test_vllm_border import configs, folder, group, model_of  # noqa: F401
+    from vllm_bed import configs, group, model_of
 
     from pdx.memory.layout import CacheGroups
     from pdx.vllm.identity import drafter_identity, drafts_of, layouts_of
@@ -34,7 +34,7 @@ class SlidingWindowSpec(SimpleNamespace):
     """As vLLM's."""
 
 
-def engine(folder: Path, names: Any = (OWN,), kinds: Any = (), **changes: Any) -> tuple[Any, Any]:  # noqa: F811
+def engine(folder: Path, names: Any = (OWN,), kinds: Any = (), **changes: Any) -> tuple[Any, Any]:
     """Its configurations. `names`: of the layers of each of vLLM's groups; `kinds`: of these, by default full."""
     groups = [group() for _ in names]
     for made, of_group, other in zip(groups, names, kinds or groups, strict=True):
@@ -52,7 +52,7 @@ def layouts(made: tuple[Any, Any], drafter: str = "a drafter") -> tuple[CacheGro
 
 
 @pytest.mark.parametrize(("names", "table"), [(AMONG_OWN, 0), (APART, 1)], ids=["among the model's", "apart"])
-def test_the_model_has_the_keys_that_it_has_without_a_draft_model(folder: Path, names: Any, table: int) -> None:  # noqa: F811
+def test_the_model_has_the_keys_that_it_has_without_a_draft_model(folder: Path, names: Any, table: int) -> None:
     alone, none = layouts(engine(folder))
     own, drafts = layouts(engine(folder, names))
     assert none is None
@@ -67,12 +67,12 @@ def test_the_model_has_the_keys_that_it_has_without_a_draft_model(folder: Path, 
     assert own.num_tables == drafts.num_tables == len(names), "who tracks a request is given all of vLLM's tables"
 
 
-def test_another_draft_model_has_other_keys(folder: Path) -> None:  # noqa: F811
+def test_another_draft_model_has_other_keys(folder: Path) -> None:
     found = [layouts(engine(folder, AMONG_OWN), name)[1] for name in ("one", "two", "one")]
     assert [each and each.fingerprint() for each in found].count(found[0] and found[0].fingerprint()) == 2
 
 
-def test_layers_of_several_groups_have_keys_of_their_own(folder: Path) -> None:  # noqa: F811
+def test_layers_of_several_groups_have_keys_of_their_own(folder: Path) -> None:
     names = [(*OWN, "draft_model.model.layers.0.attn"), ("draft_model.model.layers.1.attn",)]
     drafts = layouts(engine(folder, names))[1]
     assert drafts is not None
@@ -88,7 +88,7 @@ def test_layers_of_several_groups_have_keys_of_their_own(folder: Path) -> None: 
     ],
 )
 def test_what_is_not_shared_of_a_draft_model_is_said_and_costs_the_model_nothing(
-    folder: Path,  # noqa: F811
+    folder: Path,
     caplog: pytest.LogCaptureFixture,
     kind: Any,
     changes: dict[str, Any],
@@ -101,14 +101,14 @@ def test_what_is_not_shared_of_a_draft_model_is_said_and_costs_the_model_nothing
     assert f"the KV of the draft model is not shared, and after a load it drafts worse: {words}" in caplog.text
 
 
-def test_pages_that_have_to_be_zeroed_are_not_shared(folder: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_pages_that_have_to_be_zeroed_are_not_shared(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, cache = engine(folder, AMONG_OWN)
     cache.needs_kv_cache_zeroing = True
     assert layouts((config, cache))[1] is None
     assert "blocks have to be zeroed before their first use" in caplog.text
 
 
-def test_a_drafter_is_named_by_its_weights_and_by_what_it_does_with_them(folder: Path) -> None:  # noqa: F811
+def test_a_drafter_is_named_by_its_weights_and_by_what_it_does_with_them(folder: Path) -> None:
     config, model = engine(folder)[0], model_of(folder)
     config.load_config = SimpleNamespace(load_format="auto")
 

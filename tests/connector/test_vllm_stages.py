@@ -26,13 +26,13 @@ if importlib.util.find_spec("vllm") is None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
     import torch
-    from test_vllm_border import configs as configs_of
-    from test_vllm_border import folder, inside, place_worker  # noqa: F401
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.utils import get_pp_indices
     from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker, generate_scheduler_kv_cache_config
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+    from vllm_bed import configs as configs_of
+    from vllm_bed import inside, place_worker
 
     from pdx.vllm import connector, releases, stages
     from pdx.vllm.releases import moves_groups
@@ -141,7 +141,7 @@ class Registered(connector.PdxConnector):
 
 
 @pytest.fixture
-def engine(folder: Path, node_here: NodeThread) -> Any:  # noqa: F811
+def engine(folder: Path, node_here: NodeThread) -> Any:
     def make(*args: Any, **named: Any) -> Engine:
         with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
             return Engine(folder, node_here.address, stack, patched, *args, **named)
