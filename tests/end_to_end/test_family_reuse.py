@@ -111,12 +111,13 @@ def test_what_memory_has_evicted_is_found_in_a_remote_store_beside_aborts_and_pr
         undo.callback(store.kill)
         node = start_node(arena_bytes=64 * MIB, remote=store.url, remote_s=20.0, remote_lookup_s=20.0)
         config = attached_to(node.address, chunk_tokens=CHUNK, load="always")
-        with forge.engine(family, config) as engine:
+        longest = {"max_model_len": LONGEST}  # Llama 4's keys depend on it
+        with forge.engine(family, config, **longest) as engine:
             assert [engine.generate(prompt, COUNT)[0] for prompt in prompts] == plain
             for prompt in filling[::2]:
                 engine.generate(prompt, 1)
         node.forget()
-        options = {"num_gpu_blocks_override": few, "max_model_len": LONGEST, "max_num_seqs": AT_ONCE}
+        options = {"num_gpu_blocks_override": few, "max_num_seqs": AT_ONCE, **longest}
         engine = undo.enter_context(forge.engine(family, config, **options))
         engine.load_whatever_it_costs()
         check_found(engine, family, prompts, plain)
