@@ -24,13 +24,13 @@ def collector() -> Iterator[Receiver]:
 
 
 @pytest.fixture(scope="module")
-def traced(collector: Receiver, workplace: Path, model: Path) -> Iterator[Pair]:
+def traced(collector: Receiver, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Pair]:
     """A pair with a node each, all of which trace what they are asked to."""
     option = ["--otlp-traces-endpoint", collector.url]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         patch.setattr("pair.ENGINE_FLAGS", [*ENGINE_FLAGS, *option])
-        pair = Pair(workplace, model, "tcp")
+        pair = Pair(tmp_path_factory.mktemp("t"), model, "tcp")
         try:
             pair.wait_ready()
             pair.serve_anew(*option, "--otlp-traces-sample", "0")
