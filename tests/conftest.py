@@ -27,6 +27,8 @@ from forge import Forge  # noqa: E402
 from node_harness import MIB, NodeProcess, NodeThread, Puppet, Wire, arenas_of, attached  # noqa: E402
 
 from pdx.config import NodeConfig  # noqa: E402
+from pdx.testing.waiting import wait_until  # noqa: E402
+from pdx.wire.status import COUNTING  # noqa: E402
 
 # Processes that tests start find tests/support, too: the fake CUDA driver is there.
 _support = str(Path(__file__).with_name("support"))
@@ -211,6 +213,8 @@ def _nodes(address: str, make: Callable[[NodeConfig], Any] = NodeProcess.ready) 
 
     def start_node(**settings: Any) -> Any:
         nodes.append(make(NodeConfig(**{"address": address, "arena_bytes": 8 * MIB, **settings})))
+        if nodes[-1].config.disks:  # until then nobody knows what was never stored
+            wait_until(lambda: COUNTING not in {tier.state for tier in nodes[-1].status().tiers}, what="all is counted")
         return nodes[-1]
 
     try:
