@@ -83,19 +83,23 @@ def recovered(rows: Sequence[Row]) -> Iterator[Figure]:
             pairs = [(lost[row.text], row.loss - row.exact_loss) for row in rows if row.kind == name]
             value, low, high = _interval(pairs, lambda drawn: 1 - drawn[..., 1].sum(-1) / drawn[..., 0].sum(-1))
             figure = RECOVERED.get(name, plain)
-            yield figure(f"{name}: of the loss recovered", value, "", note=f"95 %: {low:.4g} to {high:.4g}")
+            yield figure(f"{name}: of the loss recovered", value, "", note=_range(low, high))
 
 
-def _interval(samples: Sequence[Any], of: Callable[[Any], Any] = lambda all: all.mean(-1)) -> list[float]:
+def _interval(samples: Sequence[Any], of: Callable[[Any], Any] = lambda drawn: drawn.mean(-1)) -> list[float]:
     """A statistic of the samples, by default their mean, and both ends of its interval by resampling (bootstrap)."""
     known = numpy.array(samples)
     drawn = of(numpy.random.default_rng(0).choice(known, (RESAMPLES, len(known))))
     return [float(of(known)), *map(float, numpy.quantile(drawn, (0.025, 0.975)))]
 
 
+def _range(low: float, high: float) -> str:
+    return f"95 %: {low:.4g} to {high:.4g}"
+
+
 def _figure(name: str, interval: Iterable[float], bound: float | None, *, is_least: bool = False) -> Figure:
     value, low, high = interval
-    note = f"95 %: {low:.4g} to {high:.4g}"
+    note = _range(low, high)
     if bound is None:
         return Figure(name, round(value, 5), "", note=note)
     is_met = low >= bound if is_least else high <= bound

@@ -15,6 +15,16 @@ PDX = str(Path(pdx.__file__).parent)
 
 
 @contextlib.contextmanager
+def _traced(trace: Any) -> Iterator[None]:
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextlib.contextmanager
 def lines_run() -> Iterator[list[int]]:
     """The numbers of all lines, one by one."""
     lines: list[int] = []
@@ -23,12 +33,8 @@ def lines_run() -> Iterator[list[int]]:
         lines.extend([frame.f_lineno] if event == "line" else [])
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with _traced(trace):
         yield lines
-    finally:
-        sys.settrace(before)
 
 
 @contextlib.contextmanager
@@ -59,9 +65,5 @@ def opcodes_run() -> Iterator[Counter[tuple[str, str]]]:
         steps[frame.f_code.co_filename, frame.f_code.co_qualname] += event == "opcode"
         return note
 
-    before = sys.gettrace()
-    sys.settrace(note)
-    try:
+    with _traced(note):
         yield steps
-    finally:
-        sys.settrace(before)
