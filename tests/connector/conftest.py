@@ -17,6 +17,15 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
+@pytest.fixture(scope="module")
+def hash_root() -> None:
+    """What vLLM's first block hash follows, as an engine makes it at its start."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+
+    kv_cache_utils.init_none_hash(sha256)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     from pdx.bench.harness.tiny_llama import make_model

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
@@ -33,11 +32,6 @@ LAYOUT = KvLayout(
     chunk_tokens=CHUNK, order="LBHNC", backend="x", isa="", num_shards=1, hashing="sha256", release="0.32",
 )  # fmt: skip
 numbers = itertools.count()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _root() -> None:
-    kv_cache_utils.init_none_hash(sha256)
 
 
 def engine(**changes: Any) -> Content:

@@ -21,7 +21,6 @@ if importlib.util.find_spec("vllm") is None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
     from content_bed import (
-        _root,  # noqa: F401 - pytest finds it here
         engine,
         keys_of,
         left_out,
@@ -38,6 +37,8 @@ with warnings.catch_warnings():
     from pdx.vllm.adapters import AdapterDigests, Claim, LoadedAdapters, adapter_of, watch
     from pdx.vllm.connector import PdxWorkerNews
     from pdx.vllm.content import Content
+
+pytestmark = pytest.mark.usefixtures("hash_root")
 
 
 def sql(path: str, number: int = 1, **more: Any) -> LoRARequest:

@@ -25,7 +25,6 @@ with warnings.catch_warnings():
         BLOCK,
         CHUNK,
         PROMPT,
-        _root,  # noqa: F401 - pytest finds it here
         engine,
         keys_of,
         left_out,
@@ -42,6 +41,8 @@ with warnings.catch_warnings():
 
     from pdx.vllm.adapters import LoadedAdapters
     from pdx.vllm.content import Content
+
+pytestmark = pytest.mark.usefixtures("hash_root")
 
 # ---- the property ----------------------------------------------------------------------------
 
