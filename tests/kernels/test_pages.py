@@ -226,13 +226,13 @@ def test_the_gil_is_free_during_the_copy(large, operation):
     thread = threading.Thread(target=tick)
     try:
         thread.start()
-        most = max(ticks_during_one_copy() for _ in range(10))
+        # Checking the ids frees the GIL for a moment: 1 or 2 ticks. A free copy of 64 MiB lets some 100 pass, unless
+        # the other thread has no core just then.
+        assert any(ticks_during_one_copy() > 5 for _ in range(1000))
     finally:
         done.set()
         thread.join()
         sys.setswitchinterval(interval)
-    # Checking the ids frees the GIL for a moment: 1 or 2 ticks. A free copy of 64 MiB lets some 100 pass.
-    assert most > 5
 
 
 @pytest.mark.parametrize("operation", [gather, scatter])
