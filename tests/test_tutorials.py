@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import textwrap
@@ -22,6 +21,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from node_harness import MIB
+from tutorials import PAGES, ROOT, blocks, commands
 
 import pdx
 from pdx.bench.harness import tiny_llama
@@ -34,25 +34,9 @@ from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.waiting import wait_until
 from pdx.transports import registry
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
-PAGES = sorted(page.stem for page in (ROOT / "docs" / "tutorials").glob("*.md"))
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-
-
-def blocks(page: str, language: str) -> list[str]:
-    """The code of a page that is fenced with this language."""
-    text = (ROOT / "docs" / "tutorials" / f"{page}.md").read_text()
-    return [code for name, code in BLOCK.findall(text) if name == language]
-
-
-def commands(page: str, program: str) -> list[list[str]]:
-    """The command lines of a page that start with this, as words, without the variables before them."""
-    lines = [line for code in blocks(page, "") for line in code.splitlines()]
-    words = [shlex.split(re.sub(r"^(\w+=\S+ )+", "", line)) for line in lines]
-    return [line for line in words if " ".join(line).startswith(program)]
 
 
 # ---- every page -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import click
 import pytest
 from click.testing import CliRunner
-from test_cli_help import commands
+from command_tree import commands
 
 from pdx.cli import up as up_module
 from pdx.cli.main import main

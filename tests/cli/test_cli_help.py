@@ -7,19 +7,12 @@ import re
 import click
 import pytest
 from click.testing import CliRunner
+from command_tree import commands
 
 import pdx
 from pdx.cli.main import main
 
 NODES = ("up", "serve", "node")
-
-
-def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    found = []
-    for name in group.list_commands(click.Context(group)):
-        command = group.get_command(click.Context(group), name)
-        found += [(*path, name)] if not isinstance(command, click.Group) else commands(command, (*path, name))
-    return found
 
 
 def options(path: tuple[str, ...]) -> set[str]:

@@ -12,6 +12,7 @@ import psutil
 from cases import completion, text
 from engine_process import Server
 from http_client import post
+from node_harness import NodeProcess
 from pair import ENGINE_ENV, ENGINE_FLAGS
 
 import pdx
@@ -102,3 +103,10 @@ class Host:
 def hit_tokens(server: Server) -> float:
     """Prompt tokens that the engine took from the connector, by its own account."""
     return server.metric("vllm:external_prefix_cache_hits_total")
+
+
+def is_storing(node: NodeProcess) -> bool:
+    """Whether a chunk is on its way to the disk."""
+    with pdx.connect(node.address) as client:
+        [disk] = client.status().tiers
+        return bool(disk.copies)

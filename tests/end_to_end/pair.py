@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +183,14 @@ def _is_at_rest(status: NodeStatus) -> bool:
     busy = {state: count for state, count in status.chunks.items() if state != "sealed"}
     flowing = [peer for peer in status.peers if peer.pushes or peer.landing]
     return not busy and not flowing and not status.leases and not status.transfers
+
+
+def wait_prefilling(pair: Pair, answer: Future[Any] | None = None) -> None:
+    """Until a prefill is in the middle of its work; through one connection, because it lasts for a moment only. Or
+    until there is an answer: the node, on a busy machine, has told of the moment too late."""
+    with pdx.connect(pair.node_address) as node:
+
+        def is_under_way() -> bool:
+            return bool(node.status().chunks.get("filling")) or (answer is not None and answer.done())
+
+        wait_until(is_under_way, timeout_s=60, what="prefill is under way")

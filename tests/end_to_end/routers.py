@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import computed_prompt_tokens, essence
 from cases import chat, completion, text
 from engine_process import Server
 from http_client import post, stream
-from test_pair_answers import computed_prompt_tokens, essence
 
 from pdx.bench.proxy.example_proxy import NIXL_PREFILL
 from pdx.cli.ports import free_ports

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import computed_prompt_tokens
 from cases import text
 from engine_process import Server
 from host import Host
 from http_client import post
-from test_pair_answers import computed_prompt_tokens
 
 from pdx.bench.harness.tiny_llama import make_model
 from pdx.blend.blender import Blender

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from engine_process import Server
-from test_tutorials import BLOCK, ROOT
+from tutorials import BLOCK, ROOT
 
 from pdx.cli.ports import free_ports
 

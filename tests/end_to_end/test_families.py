@@ -6,12 +6,12 @@ So where they are the same with PDX, each group was restored.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from families import CHUNK, FAMILIES, STEP, WINDOW, Group
+from families import FAMILIES, Group
+from family_prompts import CASES, COUNT, TEXT
 from forge import Engine, Forge
 from real_models import text_of, tokens_of
 
@@ -19,26 +19,9 @@ import pdx
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
 
-COUNT = 20  # tokens generated
 
-# Lengths of prompts to hit in a cache: shorter than a block, about a block, about the window, beyond a step by one
-# token or many, whole blocks, whole blocks and one token (so that all but the last can be found), several steps.
-_LENGTHS = (20, 33, WINDOW + 1, STEP + 1, 300, 640, 641, 700, 1110)
-CASES: dict[str, tuple[int, ...]] = {
-    "llama": _LENGTHS,
-    "gptoss": _LENGTHS,
-    "gemma3": _LENGTHS,
-    "mistral": _LENGTHS,
-    "llama4": (*_LENGTHS, CHUNK, CHUNK + 1, 2 * CHUNK + 40),
-    "granite": (*_LENGTHS, 64, 65, 576),
-    "qwen3_next": (300, 544, 545, 700, 1089, 1110),  # blocks of 544
-    "deepseek_v2": _LENGTHS,
-}
 # vLLM has no prefix cache of its own for latent attention on CPUs.
 UNCACHED = ("deepseek_v2",)
-
-_random = random.Random(3)
-TEXT = [_random.randrange(256) for _ in range(1400)]
 
 
 def own_hit(family: str, length: int) -> int:

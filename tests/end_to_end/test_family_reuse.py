@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from families import FAMILIES, STEP
+from family_prompts import CASES, COUNT, TEXT
 from forge import Engine, Forge, attached_to
+from host import is_storing
 from node_harness import MIB, NodeProcess
 from peers_harness import Cluster
 from remote_bed import made
-from test_families import CASES, COUNT, TEXT
 
-import pdx
 from pdx.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -39,13 +39,6 @@ def each_family(every_day: str) -> pytest.MarkDecorator:
 def prompts_of(family: str) -> list[list[int]]:
     """Of all its lengths; none begins as another one does."""
     return [[number, *TEXT[: length - 1]] for number, length in enumerate(CASES[family])]
-
-
-def is_storing(node: NodeProcess) -> bool:
-    """Whether a chunk is on its way to the disk."""
-    with pdx.connect(node.address) as client:
-        [disk] = client.status().tiers
-        return bool(disk.copies)
 
 
 def plain_answers(forge: Forge, family: str, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import computed_prompt_tokens
 from cases import chat, completion, text
 from engine_process import Server
 from host import Host
 from http_client import open_request, post
 from pair import ENGINE_FLAGS, Pair
-from test_pair_answers import computed_prompt_tokens
 from tiny_vision import SIDE, make_tiny_vision
 
 from pdx.testing.waiting import wait_until

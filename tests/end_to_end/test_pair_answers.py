@@ -8,8 +8,8 @@ import urllib.request
 from typing import Any
 
 import pytest
+from answers import computed_prompt_tokens, essence
 from cases import CASES, completion, text
-from engine_process import Server
 from http_client import post, stream
 from pair import Pair
 
@@ -18,24 +18,6 @@ from pdx.testing.waiting import wait_until
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 BLOCK = 128
-
-
-def essence(answer: dict[str, Any]) -> Any:
-    """What must be equal: texts, reasons, log probabilities' tokens, usage."""
-    assert answer["http_status"] == 200, answer
-    choices = []
-    for choice in answer["choices"]:
-        content = choice["message"]["content"] if "message" in choice else choice["text"]
-        logprobs = choice.get("logprobs") or {}
-        tokens = logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content") or []]
-        choices.append((content, choice["finish_reason"], tokens))
-    usage = {key: answer["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
-    return choices, usage
-
-
-def computed_prompt_tokens(server: Server) -> float:
-    """Prompt tokens that this engine computed itself, by its own account."""
-    return server.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
 
 
 @pytest.mark.parametrize("name", CASES)

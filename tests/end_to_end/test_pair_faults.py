@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from answers import essence
 from cases import CASES, completion, text
 from http_client import TIMEOUT_S, open_request, post, stream
-from pair import ARENA_BYTES, Pair
-from test_pair_answers import essence
+from pair import ARENA_BYTES, Pair, wait_prefilling
 
 import pdx
 from pdx.testing.waiting import wait_until
@@ -24,17 +24,6 @@ from pdx.testing.waiting import wait_until
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 LONG = "length-3000"  # eight steps of prefill
-
-
-def wait_prefilling(pair: Pair, answer: Future[Any] | None = None) -> None:
-    """Until a prefill is in the middle of its work; through one connection, because it lasts for a moment only. Or
-    until there is an answer: the node, on a busy machine, has told of the moment too late."""
-    with pdx.connect(pair.node_address) as node:
-
-        def is_under_way() -> bool:
-            return bool(node.status().chunks.get("filling")) or (answer is not None and answer.done())
-
-        wait_until(is_under_way, timeout_s=60, what="prefill is under way")
 
 
 # ---- bad input ------------------------------------------------------------------------------

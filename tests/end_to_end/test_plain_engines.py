@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import computed_prompt_tokens, essence
 from cases import completion, text
 from engine_process import Server
 from http_client import post
 from pair import ARENA_BYTES, ENGINE_ENV, ENGINE_FLAGS
-from test_pair_answers import computed_prompt_tokens, essence
 
 import pdx
 from pdx.cli.ports import free_ports

@@ -15,10 +15,10 @@ from pydoc_data.topics import topics
 import pytest
 from families import Group
 from forge import Engine, Forge, attached_to
+from host import is_storing
 from node_harness import MIB, NodeProcess
 from peers_harness import Cluster
 from real_models import tokens_of
-from test_family_reuse import is_storing
 
 from pdx.testing.waiting import wait_until
 

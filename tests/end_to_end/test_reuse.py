@@ -8,11 +8,11 @@ from typing import Any
 
 import psutil
 import pytest
+from answers import computed_prompt_tokens, essence
 from cases import CASES, completion, text
 from engine_process import Server
 from host import Host, hit_tokens
 from http_client import post
-from test_pair_answers import computed_prompt_tokens, essence
 from tiny import make_tiny
 
 import pdx

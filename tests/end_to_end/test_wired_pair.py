@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import computed_prompt_tokens, essence
 from cases import CASES, chat, completion, text
 from http_client import TIMEOUT_S, post, stream
-from pair import Pair
+from pair import Pair, wait_prefilling
 from routers import check_handed_over, vllm_router
-from test_pair_answers import computed_prompt_tokens, essence
-from test_pair_faults import wait_prefilling
 
 from pdx.testing.waiting import wait_until
 from pdx.wire.status import PeerStatus

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from moved_bed import DIM, MOVED, PAGE, ROPE, SHAPE, check_moved, positions, tokens  # noqa: F401
 from node_harness import attached
 from stream_bed import Bed
-from test_moved import DIM, MOVED, PAGE, ROPE, SHAPE, check_moved, positions, tokens  # noqa: F401
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine
 
 from pdx.engine import gpu_copier

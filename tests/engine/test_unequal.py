@@ -14,8 +14,8 @@ import pytest
 import torch
 from node_harness import MIB, NodeThread
 from stream_bed import Bed
-from test_two_nodes import DECODE, LENGTH, PREFILL, two_nodes
 from toy_engine import BLOCK, CHUNK, LAYERS, Engines, Request, ToyEngine, layout, tokens
+from two_nodes_bed import DECODE, LENGTH, PREFILL, two_nodes
 
 from pdx.config import ConnectorConfig
 from pdx.engine.worker import WorkerHalf

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from node_harness import NodeProcess
-from prometheus_client.parser import text_string_to_metric_families
+from scraping import address_in, families_at, scrape
 
 import pdx
 from pdx.config import NodeConfig
@@ -24,22 +24,6 @@ from pdx.node.metrics import MetricsServer
 from pdx.telemetry.env import Env
 from pdx.telemetry.names import METRICS, TIER_EVENTS, of_counter
 from pdx.testing.waiting import wait_until
-
-
-def address_in(log):
-    """Where a node says that its metrics are."""
-    host, port = re.search(r"metrics at http://([\d.]+):(\d+)/metrics", log).groups()
-    return host, int(port)
-
-
-def families_at(address):
-    with urllib.request.urlopen("http://{}:{}/metrics".format(*address), timeout=30) as answer:
-        return list(text_string_to_metric_families(answer.read().decode()))
-
-
-def scrape(address):
-    """Samples by name and labels."""
-    return {(each.name, *each.labels.values()): each.value for one in families_at(address) for each in one.samples}
 
 
 @pytest.fixture(scope="module")

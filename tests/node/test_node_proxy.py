@@ -4,7 +4,7 @@ import time
 
 import msgpack
 import pytest
-import zmq
+from proxy_router import Proxy
 
 from pdx.config import NodeConfig, node_name
 from pdx.memory.arena import GRANULE_BYTES
@@ -31,34 +31,6 @@ from pdx.wire.verbs import Clear, Drain, Drained, Find, Selection, Status
 TRANSFER = "transfer-0123456789"
 OTHER_TRANSFER, THIRD_TRANSFER = "other-" + TRANSFER, "third-" + TRANSFER
 KEY = b"k" * 16
-
-
-class Proxy:
-    def __init__(self, address):
-        self.address = address
-        self.context = zmq.Context()
-        self.router = self.context.socket(zmq.ROUTER)
-        self.router.bind(address)
-        self.route = b""
-
-    def report(self):
-        assert self.router.poll(30_000), "no report"
-        self.route, frame = self.router.recv_multipart()
-        return decode_to_proxy(frame)
-
-    def report_where(self, condition):
-        """The first report that says what is awaited."""
-        return wait_until(lambda: condition(report := self.report()) and report)
-
-    def send(self, *frames):
-        self.router.send_multipart([self.route, *frames])
-
-    def order(self, verb, number=5):
-        """The outcome of a verb."""
-        self.send(encode(Order(number, verb)))
-        reply = self.report_where(lambda said: isinstance(said, Reply))
-        assert reply.number == number
-        return reply.outcome
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from node_harness import MIB, attached
 from raw_engine import CHUNK_BYTES, LAYERS, Engine, key
 from remote_bed import made
-from test_node_metrics import address_in, scrape
+from scraping import address_in, scrape
 
 from pdx.cli.main import main
 from pdx.telemetry.names import COPIES

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import zmq
 from connection_stage import settled
-from test_node_proxy import Proxy
+from proxy_router import Proxy
 
 from pdx.config import NodeConfig
 from pdx.node.daemon import Daemon

@@ -4,9 +4,9 @@ import random
 from types import SimpleNamespace
 
 import pytest
-import test_arena_tier
-from test_arena_tier import GRANULE_BYTES, SLICE, Stage, key
+from arenas_stage import SLICE, Stage, key
 
+from pdx.memory.arena import GRANULE_BYTES
 from pdx.store.disk.tier import DiskTier
 from pdx.store.lifecycle import State
 from pdx.telemetry.env import Env
@@ -116,10 +116,9 @@ class Whole(Stage):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_hit_is_what_was_written_last_and_nothing_is_left(tmp_path, monkeypatch, seed):
+def test_what_is_hit_is_what_was_written_last_and_nothing_is_left(tmp_path, seed):
     tmp_path.chmod(0o700)
     stage = Whole(tmp_path, random.Random(seed))
-    monkeypatch.setattr(test_arena_tier, "pattern", stage.pattern)
     try:
         for _ in range(100):
             stage.any_step()

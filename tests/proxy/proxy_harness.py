@@ -385,3 +385,15 @@ def patience(fault):
     """Settings of a proxy: a leg's limit strikes healthy engines, too, so it is short only where nothing else ends."""
     limits = {"first_byte_timeout_s": HANG_S, "answer_timeout_s": HANG_S, "idle_timeout_s": HANG_S}
     return limits if fault in ("hang", "hang_mid") else {}
+
+
+async def stream(made, until_end, path=COMPLETIONS):
+    """The data of the events of a stream; `until_end` is set when the first one is there."""
+    found = []
+    async with made.client.post(made.url + path, json={**BODY, "stream": True}) as response:
+        assert response.status == 200
+        async for line in response.content:
+            if line.startswith(b"data: "):
+                found.append(line[6:].strip())
+                until_end.set()
+    return found

@@ -11,7 +11,7 @@ import aiohttp
 import openai
 import pytest
 from proxy_harness import BODY, COMPLETIONS, begin, cluster, until, within
-from test_proxy_workers import PATIENT_S, workers
+from workers_stage import PATIENT_S, workers
 
 from pdx.errors import ConfigError, RequestRefused
 from pdx.proxy import admission

@@ -5,20 +5,8 @@ import json
 import signal
 
 import pytest
-from proxy_harness import BODY, COMPLETIONS, begin, until, within
+from proxy_harness import BODY, COMPLETIONS, begin, stream, until, within
 from proxy_process import proxy_process
-
-
-async def stream(made, until_end, path=COMPLETIONS):
-    """The data of the events of a stream; `until_end` is set when the first one is there."""
-    found = []
-    async with made.client.post(made.url + path, json={**BODY, "stream": True}) as response:
-        assert response.status == 200
-        async for line in response.content:
-            if line.startswith(b"data: "):
-                found.append(line[6:].strip())
-                until_end.set()
-    return found
 
 
 async def test_new_requests_are_refused_and_those_under_way_go_on(made):

@@ -8,6 +8,7 @@ import pytest
 from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from policy_bed import SESSION, name, put, there, use
 from policy_models import ACCESSES, MODELS, POLICIES, ROOM
 from traced import traced
 
@@ -22,9 +23,6 @@ from pdx.store.store import Store
 from pdx.telemetry.env import Env
 from pdx.wire.hints import Hints
 
-SESSION = 1
-
-
 # ---- the store ------------------------------------------------------------------------------
 
 
@@ -32,42 +30,6 @@ SESSION = 1
 def arena(tmp_path):
     with Arena.create(tmp_path / "arena", ROOM * GRANULE_BYTES) as made:
         yield made
-
-
-def name(number):
-    return number.to_bytes(16, "big")
-
-
-def put(store, numbers, **others):
-    claim = Claim(
-        **{
-            "keys": [name(number) for number in numbers],
-            "nbytes": GRANULE_BYTES,
-            "layers": 1,
-            "owner": SESSION,
-            "writers": [SESSION],
-            **others,
-        }
-    )
-    granted, slots, _ = store.reserve(claim)
-    store.seal(store.fill(slots, 0, 1, SESSION))
-    return len(granted)
-
-
-def there(store, numbers):
-    return [number for number in numbers if store.find([name(number)], 1)]
-
-
-def use(store, number, how):
-    """As a request that finds one chunk, or, where it is not there, puts it there; returns whether it was."""
-    found = store.find([name(number)], 1)
-    if not found:
-        put(store, [number])
-    elif how == "touch":
-        store.touch(found[0])
-    elif how == "lease":
-        store.release(store.lease(found[0], SESSION, 1.0), SESSION)
-    return bool(found)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -6,7 +6,7 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_policies import name, put, there, use
+from policy_bed import name, put, there, use
 
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.store.policies.by_name import find

@@ -12,8 +12,8 @@ from below_stage import GRANULES, Stage, key
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from policy_models import MODELS, ROOM
 from steps import calls_run
-from test_policies import MODELS, ROOM
 
 from pdx.store import storing
 from pdx.store.history import Cause

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 import zmq
 from events_bed import key
-from test_node_events import BLOCKS, Engine, ints
-from test_publisher import Stage, step
+from events_engine import BLOCKS, Engine, ints
+from publisher_stage import Stage, step
 
 from pdx.client.events import Subscriber
 from pdx.testing.waiting import wait_until
