@@ -53,6 +53,7 @@ StoreChoice = Literal["all", "twice-seen", "write-back"]
 CodecChoice = Literal["none", "lossless"]
 DigestChoice = Literal["wire", "always", "never"]
 _NAME = re.compile(r"[^\s/\x00-\x1f\x7f-\x9f]{1,256}")
+ALL_CPUS = range(1024)  # as many as Linux's headers know; the kernel leaves out those that a process may not use
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 

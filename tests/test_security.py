@@ -9,6 +9,7 @@ import socket
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from connection_stage import Raw, Stage
@@ -253,7 +254,7 @@ def test_each_lesson_of_others_is_a_row_of_the_page():
 
 def test_whatever_a_request_says_of_a_transfer_is_one_error_at_most():
     """CVE-2026-94622, -94626: a field that was missing or huge ended the engine; the scheduler runs these alone."""
-    values = (None, {}, [1], -1, "x" * 9999, True)
+    values = (None, {}, [1], -1, "x" * 9999, "\ud800", True)
     for said in (
         *({name: value} for name in TransferParams.__struct_fields__ for value in values),
         *({"do_remote_prefill": True, "transfer_id": name} for name in (7, "", "a/b", "x" * 65, ["a" * 16])),
@@ -261,7 +262,7 @@ def test_whatever_a_request_says_of_a_transfer_is_one_error_at_most():
         *([], "x", 7, b"", {1: 2}, {"do_remote_prefill": True, "remote_host": "evil", "tp_size": 1 << 60}),
     ):
         with contextlib.suppress(ProtocolError):
-            parse_params(said)
+            msgspec.msgpack.encode(parse_params(said))
 
 
 def test_no_pattern_comes_from_a_message():

@@ -26,6 +26,7 @@ import zmq
 from pdx import errors
 from pdx.client.outbox import Outbox, gives_back
 from pdx.closing import Closing
+from pdx.config import ALL_CPUS
 from pdx.errors import NodeError, NodeUnavailable, PdxError, ProtocolError, ProxyError
 from pdx.memory.arena import Arena
 from pdx.security.unix_peer import pidfd_of_peer
@@ -53,7 +54,7 @@ class Connection(Closing):
         self._degraded: Counter[str] = Counter()
         self._warned: set[str] = set()  # reasons whose first occurrence was logged
         self._context = zmq.Context()
-        for cpu in range(os.cpu_count() or 1):  # else ZMQ's threads share the cores of a busy, pinned engine thread
+        for cpu in ALL_CPUS:  # else ZMQ's threads share the cores of a busy, pinned engine thread
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)

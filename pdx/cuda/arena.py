@@ -95,8 +95,8 @@ class GpuArena(Arena):
                 f"start the node before the engines, or let them leave it room (vllm --gpu-memory-utilization); {error}"
             ) from error
         try:
-            cls._allocate(path, nbytes)
-            arena = cls(path, nbytes, writable_generations=True, gpu=gpu.uuid)
+            with cls._allocated(path, nbytes):
+                arena = cls(path, nbytes, writable_generations=True, gpu=gpu.uuid)
         except BaseException:
             memory.close()
             raise

@@ -43,7 +43,8 @@ def parse_params(params: Any, *, may_name: bool = True) -> TransferParams:
         return TransferParams()
     try:
         parsed = msgspec.convert(params, TransferParams)
-    except msgspec.ValidationError as error:
+        msgspec.msgpack.encode(parsed)  # a name with half of a surrogate pair cannot be sent
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ProtocolError(f"kv_transfer_params: {error}") from error
     if not parsed.do_remote_decode and not parsed.do_remote_prefill:
         return TransferParams(prefix_node=parsed.prefix_node)

@@ -16,6 +16,7 @@ import fcntl
 import mmap
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -60,6 +61,24 @@ def _populate(address: int, nbytes: int, owner: object) -> None:
     for piece in range(start, end, _POPULATE_BYTES):
         if madvise(piece, min(_POPULATE_BYTES, end - piece), _MADV_POPULATE_WRITE):
             return
+
+
+def memory_limit(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The memory that this process's control groups, of either version, may have, in bytes; None: no limit is known.
+
+    A container may not see the folders of those it is in, only its own as the root.
+    """
+    limits = []
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, name = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+        place = root / path.lstrip("/")
+        for folder in (place, *place.parents):
+            with contextlib.suppress(OSError, ValueError):  # it is not seen from here; it has "max", which is none
+                limits.append(int((folder / name).read_text()))
+    return min(limits, default=None)
 
 
 class Arena(Closing):
@@ -107,12 +126,14 @@ class Arena(Closing):
 
         :raises ArenaTooSmall: the file system cannot hold it.
         """
-        nbytes = round_up(nbytes)
-        cls._allocate(path, nbytes)
-        return cls(path, nbytes, writable_generations=True)
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE  # some ARM kernels have pages of 64 KiB
+        with cls._allocated(path, nbytes):
+            return cls(path, nbytes, writable_generations=True)
 
     @classmethod
-    def _allocate(cls, path: Path, nbytes: int) -> None:
+    @contextlib.contextmanager
+    def _allocated(cls, path: Path, nbytes: int) -> Iterator[None]:
+        """A new file with all its memory. In here it is locked, so that `remove_left` of another process spares it."""
         total = cls._file_bytes(nbytes)
         stats = os.statvfs(path.parent)
         available = stats.f_bavail * stats.f_frsize
@@ -122,14 +143,24 @@ class Arena(Closing):
                 f"{available >> 20} MiB left; choose a smaller --arena or make it larger "
                 f"(mount -o remount,size=… {path.parent}, docker run --shm-size=…)"
             )
+        limit = memory_limit()
+        if limit is not None and total > limit:
+            raise ArenaTooSmall(
+                f"an arena of {nbytes >> 20} MiB needs {total >> 20} MiB, and this container has a memory limit of "
+                f"{limit >> 20} MiB; choose a smaller --arena or raise it (docker run --memory=…, "
+                "resources.limits.memory)"
+            )
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            if cls._has_data_in_file:
-                _allocate_huge(fd, nbytes, total)
-            os.posix_fallocate(fd, 0, total)
-        except OSError as error:
-            path.unlink()
-            raise ArenaTooSmall(f"cannot allocate {total >> 20} MiB at {path}: {error}") from error
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            try:
+                if cls._has_data_in_file:
+                    _allocate_huge(fd, nbytes, total)
+                os.posix_fallocate(fd, 0, total)
+            except OSError as error:
+                path.unlink()
+                raise ArenaTooSmall(f"cannot allocate {total >> 20} MiB at {path}: {error}") from error
+            yield
         finally:
             os.close(fd)
 

@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 
-from pdx.config import NodeConfig, parse
+from pdx.config import ALL_CPUS, NodeConfig, parse
 from pdx.errors import PdxError
 from pdx.node.daemon import run
 from pdx.telemetry import logs
@@ -19,7 +19,7 @@ def main() -> int:
     if "--detach" in sys.argv[2:] and os.fork():
         return 0
     logs.set_up()
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # else it inherits the pinning of the engine that starts it
+    os.sched_setaffinity(0, ALL_CPUS)  # else it inherits the pinning of the engine that starts it
     try:
         run(parse(NodeConfig, msgspec.json.decode(sys.argv[1])))
     except PdxError as error:

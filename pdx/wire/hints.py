@@ -186,7 +186,9 @@ def parse(envelope: Any, salt: str | None = None) -> Envelope:
             refused.append(Verdict(names[name], "refused", f"version {VERSION} has no such field"))
             continue
         try:
-            values[name] = msgspec.convert(envelope[name], _TYPES[name])
+            value = msgspec.convert(envelope[name], _TYPES[name])
+            msgspec.msgpack.encode(value)  # a string with half of a surrogate pair cannot be sent
+            values[name] = value
         except (msgspec.ValidationError, UnicodeEncodeError, RecursionError) as error:
             refused.append(Verdict(name, "refused", _WHY.get(name) or _shown(str(error), 200)))
     for name in ("prefetch", "demote"):

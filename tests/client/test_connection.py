@@ -314,6 +314,25 @@ def test_counts_that_did_not_get_through_are_told_later(node, connection):
     wait_until(lambda: connection.call(Status(), 30.0).counters.get("degraded_no_room") == 1)
 
 
+def test_its_threads_may_use_all_cpus_whatever_their_numbers_are(address, connect, monkeypatch):
+    """A container may have CPU 1 alone: then there is one CPU, and it is not CPU 0."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(allowed)})  # as an engine may be
+    try:
+        before = {*os.listdir("/proc/self/task")}
+        connect(address)
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+    def may_use():
+        made = {*os.listdir("/proc/self/task")} - before
+        named = [each for each in made if "ZMQ" in Path(f"/proc/self/task/{each}/comm").read_text()]
+        return [os.sched_getaffinity(int(each)) for each in named]
+
+    wait_until(lambda: (found := may_use()) and all(each == allowed for each in found))
+
+
 def test_closing_wakes_whoever_waits(address, scripted, connect):
     connection = connect(address)
     seqs = [connection.ask(Status()) for _ in range(3)]

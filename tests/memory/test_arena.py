@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdx.errors import ArenaTooSmall, NodeUnavailable, StaleSlot
-from pdx.memory.arena import GRANULE_BYTES, NEVER, Arena, round_up
+from pdx.memory import arena as arena_module
+from pdx.memory.arena import GRANULE_BYTES, NEVER, Arena, memory_limit, round_up
 from pdx.memory.slot import Slot
 
 NBYTES = 16 * GRANULE_BYTES
@@ -97,6 +98,34 @@ def test_an_arena_larger_than_its_file_system_says_what_to_do(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("own", "limits", "found"),
+    [
+        ("0::/\n", {"memory.max": "max\n"}, None),
+        ("0::/pod/a\n", {"pod/a/memory.max": "max\n", "pod/memory.max": "4096\n"}, 4096),
+        ("0::/seen/by/the/host\n", {"memory.max": "8192\n"}, 8192),
+        ("9:name=x:/\n4:cpu,memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "7\n", "memory.max": "9\n"}, 7),
+        ("4:cpu:/a\n", {"memory/a/memory.limit_in_bytes": "7\n"}, None),
+        (None, {}, None),
+    ],
+)
+def test_the_memory_limit_of_a_container(tmp_path, own, limits, found):
+    if own is not None:
+        (tmp_path / "cgroup").write_text(own)
+    for name, text in limits.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    assert memory_limit(tmp_path / "groups", tmp_path / "cgroup") == found
+
+
+def test_an_arena_larger_than_its_container_may_be_says_what_to_do(tmp_path, monkeypatch):
+    """Else the kernel would end the node without a word."""
+    monkeypatch.setattr(arena_module, "memory_limit", lambda: NBYTES)  # its tables are too much
+    with pytest.raises(ArenaTooSmall, match="--arena.*--memory"):
+        Arena.create(tmp_path / "arena", NBYTES)
+    assert not list(tmp_path.iterdir())
+
+
 def test_views_outlive_the_arena_object(tmp_path):
     arena = Arena.create(tmp_path / "arena", NBYTES)
     view = arena.view(Slot(0, GRANULE_BYTES, 0))
@@ -120,6 +149,19 @@ def test_sizes_are_rounded_up_to_granules(tmp_path):
         assert arena.nbytes == 8192
         assert arena.path.stat().st_size == 8192 + 2 * (8 + 2)
         assert arena.nbytes % mmap.PAGESIZE == 0
+
+
+def test_tables_begin_at_a_page_where_pages_are_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(mmap, "PAGESIZE", 1 << 16)
+    with Arena.create(tmp_path / "arena", (1 << 16) + 1) as arena:
+        assert arena.nbytes == 2 << 16
+
+
+def test_another_node_of_this_address_spares_an_arena_that_is_being_made(tmp_path, monkeypatch):
+    path = tmp_path / "x.arena"
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: Arena.remove_left(path))
+    with Arena.create(path, NBYTES):
+        assert path.exists()
 
 
 def test_what_a_killed_node_left_is_removed_and_what_a_living_one_has_is_not(tmp_path):

@@ -3,6 +3,8 @@
 import errno
 import logging
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -115,6 +117,21 @@ def test_threads_run_on_the_nodes_cpus(machine):
     assert in_a_thread(lambda: pinned(0)) == {first}
     assert in_a_thread(lambda: pinned(None)) == allowed
     assert in_a_thread(lambda: pinned(1)) == allowed, "none of its CPUs is ours"
+
+
+def test_a_node_leaves_the_cpu_of_the_engine_that_started_it():
+    """For all that it may use, whatever their numbers are."""
+    code = """
+import os, sys
+os.cpu_count = lambda: 1
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+from pdx.node.__main__ import main
+sys.argv = ["node", "{}"]
+assert main() == 1
+print(*os.sched_getaffinity(0))
+"""
+    found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert {*map(int, found.stdout.split())} == os.sched_getaffinity(0)
 
 
 def test_an_affinity_that_is_refused_is_one_warning(machine, monkeypatch, caplog):

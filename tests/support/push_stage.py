@@ -24,6 +24,7 @@ from pdx.store.copy import Copy, Priority
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tier import Grant, Held, Job, Tier
+from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.env import Env
 from pdx.transports.channel import Listener, Notification, RemoteRegion
@@ -358,10 +359,13 @@ class ReceivingStage(StoreStage):
             for scheme in self.listeners
         }
         self.config = NodeConfig(address=f"ipc://{folder}/node.sock", peer_share=peer_share, push_s=60.0)
+        copies = Copies(self.store, self.env, group_bytes=1)
+        self.tiers = Tiers(self.store, copies, self.env, store_s=1.0, load_s=1.0)
         self.inbound = InboundPushes(
             self.config,
             self.env,
             store=self.store,
+            tiers=self.tiers,
             transfers=self.transfers,
             regions=SimpleNamespace(
                 arena=self.arena, listeners=self.listeners, regions=regions, probe=Slot(0, 4096, 0)
@@ -435,8 +439,8 @@ class ReceivingStage(StoreStage):
     def kept(self) -> Counter[str]:
         """What the pushes keep in memory."""
         pushes = self.inbound
-        others = (self.config, self.env, self.store, self.transfers, pushes.regions, pushes.changed, pushes.over)
-        return kept(pushes, *others)
+        parts = (self.config, self.env, self.store, self.tiers, self.transfers)
+        return kept(pushes, *parts, pushes.regions, pushes.changed, pushes.over)
 
     def close(self) -> None:
         self.inbound.close()

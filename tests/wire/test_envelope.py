@@ -69,7 +69,7 @@ def test_what_is_no_envelope_is_refused_as_a_whole(envelope):
 @pytest.mark.parametrize(
     ("field", "bad"),
     [
-        *(("session", bad) for bad in ("", "x" * 65, 1, None, ["s"])),
+        *(("session", bad) for bad in ("", "x" * 65, "\ud800", 1, None, ["s"])),
         *(("priority", bad) for bad in (-1, 10, 1.5, "5", True, None, 1 << 80)),
         *(
             (field, bad)
@@ -79,7 +79,19 @@ def test_what_is_no_envelope_is_refused_as_a_whole(envelope):
         *(
             (field, bad)
             for field in ("prefetch", "demote")
-            for bad in (1, "s", None, [""], [1], [None], [["s"]], ["x" * 65], ["s"] * (MAX_NAMED + 1), {"s": True})
+            for bad in (
+                1,
+                "s",
+                None,
+                [""],
+                [1],
+                [None],
+                [["s"]],
+                ["x" * 65],
+                ["\ud800"],
+                ["s"] * (MAX_NAMED + 1),
+                {"s": True},
+            )
         ),
         *(("codec", bad) for bad in ("", "zstd", 8, None, ["fp8"])),
         *(("prefetch_to", bad) for bad in ("", "disk", 0, None, ["gpu"])),

@@ -18,6 +18,7 @@ from collections.abc import Container, Iterable, Sequence
 from pdx.config import NodeConfig
 from pdx.errors import ArenaTooSmall, ProtocolError
 from pdx.memory.arena import round_up
+from pdx.memory.keys import is_named
 from pdx.memory.slot import Slot
 from pdx.node.peers.connection import PeerConnection, refusal
 from pdx.node.peers.inbound_push import PUSH, Account, InboundPush, PushState, PushStep, Writer, check
@@ -28,6 +29,7 @@ from pdx.store.deadlines import Deadlines
 from pdx.store.index import Groups
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
+from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted, printable
@@ -47,7 +49,9 @@ LANDING_S = 5.0  # for the last notifications to come after the sender says that
 class InboundPushes:
     """All pushes to this node. Owned by the control loop."""
 
-    def __init__(self, config: NodeConfig, env: Env, *, store: Store, transfers: Transfers, regions: Regions) -> None:
+    def __init__(
+        self, config: NodeConfig, env: Env, *, store: Store, tiers: Tiers, transfers: Transfers, regions: Regions
+    ) -> None:
         self.grants: dict[int, InboundPush] = {}  # by the offset of each writable slot; receive threads read it
         self.changed: list[Chunk] = []  # slices of these have landed, or never will; `Peers.turn` takes them
         self.over: list[InboundPush] = []  # ended; `Peers.turn` takes them
@@ -55,6 +59,7 @@ class InboundPushes:
         self.regions = regions
         self._config = config
         self._store = store
+        self._tiers = tiers
         self._transfers = transfers
         self._threads: dict[str, ReceiveThread] = {}
         self._writers: dict[bytes, Writer] = {}  # by token; kept as long as the session or a push of it lasts
@@ -245,6 +250,7 @@ class InboundPushes:
             push.lacking = needed if needed > self._store.pools[0].available_bytes else float("inf")
             push.look_at = now + LOOK_S
             return False
+        self._tiers.forget([keys[index] for index in granted if is_named(keys[index])], is_named=True)  # older bytes
         if full or is_cut:
             missing, text = len(offer.keys) - len(granted), "no room for %d of %d chunks from %s"
             counted(log, self.env.counters, "granted_in_part", text, missing, len(offer.keys), session.name)

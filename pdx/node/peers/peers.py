@@ -106,7 +106,9 @@ class Peers:
         self.connections = Connections(self, config, env, node.sessions.numbers, context, poller)
         self.fetches = Fetches(self.connections, config.fetch_s, env)
         self.lookups = Lookups(self.connections, config.peer_lookup_s, env, self._numbers)
-        self.inbound = InboundPushes(config, env, store=node.store, transfers=node.transfers, regions=regions)
+        self.inbound = InboundPushes(
+            config, env, store=node.store, tiers=node.tiers, transfers=node.transfers, regions=regions
+        )
         self.tiers = PeerTiers(self)
         if context is not None and (config.channels or config.roster or config.listen):
             regions.when_open(self.inbound.start_threads)  # peers are expected: be ready before they come

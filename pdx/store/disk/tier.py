@@ -41,6 +41,7 @@ from pdx.store.disk.folder import Folder, Useless
 from pdx.store.health import SILENT
 from pdx.store.store_tier import Work
 from pdx.store.tier import Grant, Held, TierHost
+from pdx.telemetry.faults import printable
 from pdx.wire.status import COUNTING, TierStatus
 
 log = logging.getLogger("pdx.node")
@@ -114,7 +115,9 @@ class DiskTier(DiskFiles):
         elif not state:
             state = "ok" if self._folder.is_direct else "by way of the page cache"
         is_up = (self.is_counted or self.is_listing) and self._health.takes_loads
-        found = TierStatus(self.name, str(self.folder), self.num_chunks, self.used_bytes, self.limit_bytes, state)
+        found = TierStatus(
+            self.name, printable(str(self.folder)), self.num_chunks, self.used_bytes, self.limit_bytes, state
+        )
         return msgspec.structs.replace(found, is_up=is_up)
 
     @property

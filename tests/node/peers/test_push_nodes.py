@@ -16,11 +16,13 @@ from peers_harness import Cluster, LocalCluster, pattern, put, read, why_not
 
 from pdx.config import NodeConfig
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
+from pdx.memory.keys import named_key
 from pdx.node import daemon
 from pdx.node.peers.connection import ConnectionState
 from pdx.telemetry.names import SOURCES
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Bye, Cancel, Fill, Mark
+from pdx.wire.verbs import Clear, Selection
 
 CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
 TRANSFER = "transfer-0123456789"
@@ -137,6 +139,23 @@ def test_a_third_node_gets_what_is_still_landing_at_the_second(cluster_of, is_se
     assert not is_sealed or read(c, "x", wait_s=10.0) == data
     cluster.settle()
     assert is_sealed or [cluster[name].status().chunks for name in "abc"] == [{}] * 3
+
+
+def test_a_name_that_is_pushed_anew_has_no_older_bytes_on_the_peers_disk(cluster_of, place):
+    disk = {"disks": [str(place / "disk")], "disk_limit_bytes": 64 * MIB, "disk_reserve_bytes": 0}
+    cluster = cluster_of("ab", of_one={"b": disk})
+    a, b = cluster["a"], cluster["b"]
+    with attached(cluster.address("b"), kind="controller") as controller:
+        for stored, data in enumerate((pattern(1, CHUNK), pattern(2, CHUNK)), 1):
+            a.delete("weights")
+            put(a, "weights", data, push_to="b")
+            assert read(b, "weights", wait_s=20.0) == data
+            wait_until(lambda stored=stored: cluster.counter("b", "disk_stored") == stored, what="it is on the disk")
+            controller.ask(Clear(Selection([named_key("weights")], 1), "host"))
+            assert read(b, "weights", wait_s=20.0) == data, "from the disk"
+            wait_until(lambda: not b.status().leases, what="nobody reads it")
+            controller.ask(Clear(Selection([named_key("weights")], 1), "host"))
+    cluster.settle()
 
 
 def test_names_that_no_roster_has(cluster_of):
