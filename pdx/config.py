@@ -387,7 +387,8 @@ def _value(option: Option, said: Any) -> Any:
     try:
         value = msgspec.convert(value, option.field.type)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{option.name}: {error}, and not {said!r:.80}") from error
+        what = " or ".join(", ".join(option.choices).rsplit(", ", 1)) or error
+        raise ConfigError(f"{option.name}: {what}, and not {said!r:.80}") from error
     if not option.for_engines or option.metavar not in ("FILE", "FOLDER"):  # the node may run elsewhere
         return value
     return [os.path.abspath(each) for each in value] if isinstance(value, list) else value and os.path.abspath(value)

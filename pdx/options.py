@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta
+from msgspec.inspect import EnumType, LiteralType
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -29,6 +30,13 @@ class Option(NamedTuple):
     def is_size(self) -> bool:
         """Whether it is a number of bytes, which users write with a unit."""
         return self.metavar == "SIZE"
+
+    @property
+    def choices(self) -> list[str]:
+        """All words that it takes, in the order of the settings; empty if it takes any."""
+        if isinstance(self.kind, EnumType):
+            return [each.value for each in self.kind.cls]
+        return [*get_args(get_args(self.field.type)[0])] if isinstance(self.kind, LiteralType) else []
 
 
 def option(help: str, **facts: Any) -> Meta:

@@ -56,6 +56,11 @@ def test_an_unknown_setting_names_itself_and_the_known_ones():
     assert "of_node" not in known, "those of a node that it starts are said by themselves"
 
 
+def test_a_word_that_a_setting_does_not_take_is_answered_with_those_that_it_takes():
+    with pytest.raises(ConfigError, match="^store: all, twice-seen or write-back, and not 'some'$"):
+        connector_config({"store": "some"})
+
+
 @pytest.mark.parametrize(
     "settings",
     [

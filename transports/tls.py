@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from pdx.errors import ChannelUnavailable
+from pdx.extras import install
 from pdx.transports.channel import Availability, RemoteRegion
 from pdx.transports.streams import sealed
 from pdx.transports.tcp import Address, TcpListener, TcpRegion, address_of, bind
@@ -22,7 +23,7 @@ class TlsRegion(TcpRegion):
     @classmethod
     def availability(cls) -> Availability:
         if importlib.util.find_spec("cryptography") is None:
-            return Availability(False, "cryptography is not installed", "pip install 'pdx-transport[tls]'")
+            return Availability(False, "cryptography is not installed", install("tls"))
         return Availability(True)
 
     def _listening(self) -> TcpListener:

@@ -12,12 +12,12 @@ import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 from click.core import ParameterSource
 from click.types import OptionHelpExtra
-from msgspec.inspect import BoolType, FloatType, IntType, ListType, LiteralType, VarTupleType
+from msgspec.inspect import BoolType, FloatType, IntType, ListType, VarTupleType
 
 from pdx.config import NodeConfig
 from pdx.errors import ConfigError
@@ -94,7 +94,7 @@ log_format = option(
     envvar=logs.VARIABLE,
     expose_value=False,
     callback=_set_format,
-    help="Human-readable lines, or one JSON object per line; also for nodes that it starts.",
+    help="PDX logs human-readable lines, or one JSON object per line.",
 )
 
 
@@ -200,8 +200,8 @@ def setting(each: Option, *, envvar: str | None = None) -> Callable[..., Any]:
 
 def _type(each: Option) -> Any:
     kind = each.kind
-    if isinstance(kind, LiteralType):
-        return click.Choice(get_args(get_args(each.field.type)[0]))  # in the order of the settings
+    if each.choices:
+        return click.Choice(each.choices)
     if each.is_size or not isinstance(kind, IntType | FloatType):
         return None
     most = None if kind.le is None or kind.le >= UNBOUNDED else kind.le

@@ -224,7 +224,8 @@ class _Up:
                     known, missing = missing, _unattached(engines)
                     is_up = not missing
                     if is_up:
-                        self.say(f"ready: {serves}; Ctrl-C ends it")
+                        nodes = dict.fromkeys(f"PDX_NODE={engine.node}" for engine in engines)
+                        self.say(f"ready: {serves}; Ctrl-C ends it; {' and '.join(nodes)}")
                     elif missing != known:
                         self.say(f"waiting for {' and '.join(missing)} to attach to a node")
             if not is_up and time.monotonic() > self._started_at + self._wait_s:

@@ -6,6 +6,7 @@ without PDX. They never wait for an attach.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig, NodeConfig, default_proxy
-from pdx.errors import PdxError
+from pdx.errors import ConfigError, PdxError
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
 from pdx.node.start import start_detached
@@ -124,8 +125,19 @@ class NodeLink:
                 self._connection.key_by(fingerprint)
 
     def wait_attached(self, timeout_s: float) -> bool:
-        """For start-up only: whether this process is attached within `timeout_s`."""
-        return self._attached.wait(timeout_s)
+        """For start-up only: whether this process is attached within `timeout_s`. If not, it logs where to look."""
+        if self._attached.wait(timeout_s):
+            return True
+        with contextlib.suppress(ConfigError):  # of the address, which `_attach` has logged
+            address = self._config.node_address()
+            log.warning(
+                "not attached to the node at %s after %g s: running without PDX until one answers; a node that an "
+                "engine has started logs to %s.log",
+                address,
+                timeout_s,
+                address.removeprefix("ipc://"),
+            )
+        return False
 
     def close(self) -> None:
         """Detach. Idempotent."""

@@ -6,7 +6,6 @@ are queued behind the copies that they report (`PageCopier.after_copies`).
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -39,8 +38,6 @@ from pdx.wire.messages import VERSION, Abort, Hello
 if TYPE_CHECKING:
     from pdx.engine.turning import Turning
     from pdx.kernels.turned_gpu import TurnedPages
-
-log = logging.getLogger("pdx.engine")
 
 START_UP_S = 20.0  # at start-up only
 IDLE_WAIT_S = 0.03  # on a CPU, whose cores the load needs
@@ -134,8 +131,7 @@ class WorkerHalf:
                 raise LayoutError(f"{len(of_group)} layers with a KV cache, expected {layout.num_layers}")
         self._cache, self._turning = (layers, num_blocks), turning
         self._serve()
-        if not self.link.wait_attached(START_UP_S):
-            log.warning("not attached to a node after %s s: running without PDX until one answers", START_UP_S)
+        self.link.wait_attached(START_UP_S)
 
     def _serve(self) -> None:
         self._copier = self._copier_for(*self._cache)

@@ -69,6 +69,12 @@ def test_other_nonsense_in_the_environment_is_refused(monkeypatch):
     assert "'http://a' is not a valid integer" in result.output
 
 
+def test_a_way_of_routing_that_there_is_not_is_answered_with_those_that_there_are():
+    result = CliRunner().invoke(main, ["proxy", "--routing", "load"])
+    assert result.exit_code == 2
+    assert "'round-robin', 'least-loaded', 'session', 'prefix'" in result.output
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -252,7 +252,7 @@ def test_ready_is_said_when_the_nodes_have_their_engines(run, monkeypatch):
     assert status == 0
     said = [line.partition("] ")[2] for line in output.splitlines() if "(pid" not in line]
     assert said[:2] == [f"waiting for {names} to attach to a node" for names in ("prefill-0 and decode-0", "decode-0")]
-    assert said[2:] == ["ready: a model; Ctrl-C ends it", "stopping", "stopped"]
+    assert said[2:] == ["ready: a model; Ctrl-C ends it; PDX_NODE=ipc:///n", "stopping", "stopped"]
 
 
 def test_ctrl_c_while_starting_and_a_start_that_takes_too_long(run):

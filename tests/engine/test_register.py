@@ -40,3 +40,18 @@ def test_groups_lie_over_each_other_and_layers_that_share_kv_are_those_of_others
             half.register(caches, BLOCKS, {"0": 0, "1": 1, "2": 0})
     finally:
         half.close()
+
+
+def test_a_node_that_does_not_answer_is_named_with_its_log(
+    monkeypatch: pytest.MonkeyPatch, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The node that the engine has started says there, and nowhere else, why it ended."""
+    monkeypatch.setattr(worker, "START_UP_S", 0.0)
+    shape = msgspec.structs.replace(layout(), num_layers=1)
+    half = WorkerHalf(ConnectorConfig(node=f"ipc://{place}/none", start_node=False), shape, "e", 0)
+    try:
+        half.register({"0": torch.zeros(BLOCKS, shape.page_bytes, dtype=torch.uint8)}, BLOCKS)
+    finally:
+        half.close()
+    said = [record.getMessage() for record in caplog.records if "not attached" in record.getMessage()]
+    assert [(f"ipc://{place}/none" in each, f"{place}/none.log" in each.split()) for each in said] == [(True, True)]

@@ -6,19 +6,21 @@ import contextlib
 import secrets
 import socket
 import ssl
+import sys
 import threading
 import time
 
 import msgspec
 import pytest
 
-pytest.importorskip("cryptography", reason="makes certificates: pip install 'pdx-transport[tls]'")
+pytest.importorskip("cryptography", reason="makes certificates: pip install '.[tls]'")
 
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable
+from pdx.extras import install
 from pdx.testing.channel_conformance import BetweenKindsOfMemory, ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage
 from pdx.testing.waiting import wait_until
-from pdx.transports.channel import Memory, Piece, RemoteRegion
+from pdx.transports.channel import Availability, Memory, Piece, RemoteRegion
 from pdx.transports.streams import frames, inbound, sealed
 from pdx.transports.tcp import Address, TcpRegion
 from pdx.transports.tls import TlsRegion
@@ -49,6 +51,11 @@ def at(remote, port, **changes):
     """The same region at another port of this host."""
     address = msgspec.structs.replace(address_of(remote), port=port, **changes)
     return msgspec.structs.replace(remote, detail=msgspec.msgpack.encode(address))
+
+
+def test_what_is_missing_is_named_as_the_package_index_has_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    assert TlsRegion.availability() == Availability(False, "cryptography is not installed", install("tls"))
 
 
 class Between:
