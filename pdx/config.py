@@ -60,10 +60,13 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 def runtime_folder() -> Path:
     """This user's private folder for sockets and locks; created with mode 0700.
 
-    :raises ConfigError: it exists but belongs to another user, or others may enter it.
+    :raises ConfigError: it exists but belongs to another user, or others may enter it; or no folder is writable.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "pdx" if base else Path(tempfile.gettempdir()) / f"pdx-{os.getuid()}"
+    try:
+        folder = Path(base) / "pdx" if base else Path(tempfile.gettempdir()) / f"pdx-{os.getuid()}"
+    except FileNotFoundError as error:
+        raise ConfigError(f"no place for sockets: {error.strerror}; name a writable folder in TMPDIR") from error
     private_folder(folder)
     return folder
 

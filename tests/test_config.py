@@ -138,6 +138,16 @@ def test_the_runtime_folder_without_xdg_is_per_user(monkeypatch, tmp_path):
     assert config.runtime_folder() == tmp_path / f"pdx-{os.getuid()}"
 
 
+def test_without_a_writable_folder_for_sockets_tmpdir_is_asked_for(monkeypatch):
+    def none_found():
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(config.tempfile, "gettempdir", none_found)
+    with pytest.raises(ConfigError, match=r"found in \['/tmp'\]; name a writable folder in TMPDIR"):
+        config.runtime_folder()
+
+
 def test_a_folder_that_cannot_be_looked_at_is_said_to_be_so(monkeypatch, tmp_path):
     """As after `su`, which leaves XDG_RUNTIME_DIR with the folder of the user before."""
 
