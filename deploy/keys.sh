@@ -1,7 +1,8 @@
 #!/bin/sh
 # deploy/keys.sh NAME...: keys for nodes and proxies of the Helm chart, by `pdx keygen` into ./keys.
-# Prints `keys:` for values.yaml. Then, once:
-#   kubectl create secret generic pdx-keys $(printf -- '--from-file=%s ' keys/*.key_secret)
+# Prints `keys:` for values.yaml. Then, and whenever there are more:
+#   kubectl create secret generic pdx-keys $(printf -- '--from-file=%s ' keys/*.key_secret) --dry-run=client -o yaml |
+#       kubectl apply -f -
 set -eu
 echo 'keys:'
 for name; do

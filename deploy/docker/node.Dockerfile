@@ -1,11 +1,12 @@
 # Node and proxy, without torch:
 #   docker build -f deploy/docker/node.Dockerfile -t pdx-node .
-# BASE: any image with Python 3.11 or newer and its venv module.
+# BASE: any image with Python 3.11 or newer and its venv module. EXTRAS: what nodes need beside TCP, as nixl.
 ARG BASE=python:3.12-slim
 FROM ${BASE} AS build
+ARG EXTRAS=otel,redis,s3,tls
 WORKDIR /src
 COPY . .
-RUN python3 -m venv /opt/pdx && /opt/pdx/bin/pip install --no-cache-dir '.[otel,redis,s3]'
+RUN python3 -m venv /opt/pdx && /opt/pdx/bin/pip install --no-cache-dir ".[${EXTRAS}]"
 
 # hadolint ignore=DL3006
 FROM ${BASE}

@@ -1,5 +1,6 @@
 """Images, compose, units and the Helm chart: read by the real tools, and every command in them by our own."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -43,6 +44,11 @@ def test_dockerfiles(path):
     assert (path.with_name(f"{path.name}.dockerignore")).exists()
     (command,) = (line.partition(" ")[2] for line in path.read_text().splitlines() if line.startswith("USER "))
     assert command == "10001:10001"
+
+
+def test_the_node_image_has_each_channel_and_tier_that_needs_no_library_of_the_host():
+    (extras,) = re.findall("^ARG EXTRAS=(.*)", (DEPLOY / "docker/node.Dockerfile").read_text(), re.MULTILINE)
+    assert {"redis", "s3", "tls"} <= {*extras.split(",")}
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
@@ -153,6 +159,42 @@ def test_every_command_of_the_chart_is_one_of_pdx_and_fits_the_roster(documents,
                 parsed([filled(arg, pod) for arg in containers["proxy"]["args"]])
     assert said
     assert said <= set(roster.nodes)
+
+
+def test_a_pod_that_ends_gets_no_more_requests_and_time_for_those_it_has(documents, request):
+    grace = {
+        each["spec"]["template"]["spec"].get("terminationGracePeriodSeconds")
+        for (kind, _), each in documents.items()
+        if kind in ("StatefulSet", "Deployment")
+    }
+    assert grace == {60}
+    for (pod, *_), containers in pods(documents):
+        hooks = {
+            name: each["lifecycle"]["preStop"]["exec"]["command"]
+            for name, each in containers.items()
+            if "lifecycle" in each
+        }
+        if "proxy" in containers:
+            assert hooks == {"proxy": ["sleep", "5"]}
+            assert parsed(containers["proxy"]["args"])["drain"] == 45
+        elif "engine" in containers:
+            variables = {**POD[request.node.callspec.id], "POD_NAME": pod}
+            told = subprocess.run(
+                [*hooks["engine"][:2], f"timeout() {{ printf '%s\\n' \"$@\"; }}\n{hooks['engine'][2]}"],
+                env=variables,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            seconds, _, *command = told.stdout.splitlines()
+            (url,) = (arg.removeprefix("--url=") for arg in containers["engine"]["args"] if arg.startswith("--url="))
+            for name, value in variables.items():
+                url = url.replace(f"$({name})", value)
+            assert (seconds, command) == ("45", ["cache", "drain", url, "--wait"])
+            # A node that ended before its engine could move no KV; and the proxy would forget that the engine ends.
+            assert hooks == dict.fromkeys(containers, hooks["engine"])
+        else:
+            assert hooks == {}  # engines in other pods go on
 
 
 def test_who_discovers_may_read_what_it_asks_for_and_nobody_else_has_the_token(documents, request):

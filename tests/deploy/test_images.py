@@ -1,6 +1,7 @@
 """The node's image, built by Buildah on a Debian made here, and run by Podman: no registry of images is asked."""
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 MIRROR = "http://deb.debian.org/debian"
 TOOLS = ("buildah", "debootstrap", "podman", "runc")
 # Packages come from where this machine's pip finds them.
-EXTRAS = "otel,redis,s3"
+EXTRAS = re.search("^ARG EXTRAS=(.*)", (ROOT / "deploy/docker/node.Dockerfile").read_text(), re.MULTILINE)[1]
 IMAGE = "localhost/pdx-node-under-test"
 
 pytestmark = [

@@ -147,12 +147,28 @@ volumeMounts:
 {{- end -}}
 {{- end -}}
 
-{{- /* Of (dict "root" $ "part" "prefill" "engine" {…}). */ -}}
-{{- define "pdx.engineContainer" -}}
+{{- /* Seconds for requests in progress when a pod ends; 5 go before, to be known as ending, and 10 after. */ -}}
+{{- define "pdx.drain" -}}{{ max 1 (sub .Values.terminationGraceSeconds 15) }}{{- end -}}
+
+{{- /* Of (dict "root" $ "part" "prefill" "engine" {…}), as are the next two. */ -}}
+{{- define "pdx.engineUrl" -}}
 {{- $host := printf "$(POD_NAME).%s-%s.%s.svc" (include "pdx.name" .root) .part .root.Release.Namespace -}}
 {{- if or .root.Values.discover (eq .root.Values.shape "host") -}}
 {{- $host = include "pdx.ip" (dict "root" .root "ip" (ternary "$(HOST_IP)" "$(POD_IP)" (eq .root.Values.shape "host"))) -}}
 {{- end -}}
+http://{{ $host }}:{{ .engine.port }}
+{{- end -}}
+
+{{- /* Of an engine, and of the node in its pod, which moves its KV until then. Only a shell has variables here. vLLM's
+--shutdown-timeout would not do: with it, vLLM takes requests that still come, and answers them without text. */ -}}
+{{- define "pdx.engineDrains" -}}
+{{- $url := include "pdx.engineUrl" . | replace "$(" "${" | replace ")" "}" -}}
+lifecycle:
+  preStop:
+    exec: {command: [sh, -c, 'timeout {{ include "pdx.drain" .root }} pdx cache drain "{{ $url }}" --wait']}
+{{- end -}}
+
+{{- define "pdx.engineContainer" -}}
 name: engine
 image: {{ .root.Values.images.engine }}
 imagePullPolicy: {{ .root.Values.images.pullPolicy }}
@@ -160,7 +176,7 @@ args:
   - {{ .engine.role }}
   - {{ required "model: which one?" .root.Values.model }}
   - --no-start-node
-  - --url=http://{{ $host }}:{{ .engine.port }}
+  - --url={{ include "pdx.engineUrl" . }}
   - {{ ternary "--host=::" "--host=0.0.0.0" .root.Values.ipv6 | quote }}
   - --port={{ .engine.port }}
 {{- with .engine.flags }}
@@ -175,6 +191,7 @@ envFrom:
 {{- end }}
 ports:
   - {name: http, containerPort: {{ .engine.port }}}
+{{ include "pdx.engineDrains" . }}
 startupProbe:
   httpGet: {path: /health, port: http}
   periodSeconds: 10
