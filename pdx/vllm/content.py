@@ -203,11 +203,18 @@ class ByContent:
     def __init__(
         self, hasher: Callable[[Any], list[Any]], media: _Media, adapter: str | None, tower: str | None
     ) -> None:
-        self._hasher = hasher
-        self.media, self.adapter, self.tower = media, adapter, tower
+        self._hasher, self._media, self._tower = hasher, media, tower
+        self._seen: list[Any] = []
+        self.adapter = adapter
 
     def __call__(self, request: Any) -> list[Any]:
         return self._hasher(_Seen(request, self))
+
+    def media_of(self, request: Any) -> list[Any]:
+        """The request's media as they are hashed. vLLM hashes after each input of a session, and only adds media: each
+        is named once, before vLLM's encoder cache has it, which could not free it under another name."""
+        self._seen += [self._media.seen(each, self._tower) for each in request.mm_features[len(self._seen) :]]
+        return self._seen
 
 
 def tail_hash(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
@@ -231,22 +238,14 @@ class _Seen:
     """A view of a request with content names for its adapter and its media. Made for one use."""
 
     def __init__(self, request: Any, names: ByContent) -> None:
-        self._request, self._names = request, names
-        self._features: list[Any] | None = None
+        self._request, self._adapter = request, names.adapter
+        self.mm_features = names.media_of(request)
 
     @property
     def lora_request(self) -> Any:
-        if self._names.adapter is None:
+        if self._adapter is None:
             return None
-        return SimpleNamespace(lora_name=bytes.fromhex(self._names.adapter), lora_path="", lora_int_id=0)
-
-    @property
-    def mm_features(self) -> list[Any]:
-        """The media, including those that a session has added."""
-        if self._features is None:
-            media, tower = self._names.media, self._names.tower
-            self._features = [media.seen(each, tower) for each in self._request.mm_features]
-        return self._features
+        return SimpleNamespace(lora_name=bytes.fromhex(self._adapter), lora_path="", lora_int_id=0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
@@ -263,15 +262,11 @@ class _Media:
         """`is_whole`: this process has the processor's output, not only its sizes."""
         self._is_whole = is_whole
         self._life = secrets.token_hex(16)
-        self._named: dict[int, weakref.ref[Any]] = {}  # by identity: an identifier alone may be a client's
         self._known: dict[int, tuple[weakref.ref[Any], bytes]] = {}  # by identity: vLLM's cache returns items again
 
     def name(self, feature: Any, tower: str | None) -> bool:
         """Name one of a request's `mm_features` by content. False: the content is not here, or of an unknown type.
         `tower`: the adapter that also changes the encoder's weights."""
-        where = id(feature)
-        if (named := self._named.get(where)) is not None and named() is feature:
-            return True
         content = self._content(feature.data) if self._is_whole else None
         if content is None:
             return False
@@ -281,7 +276,6 @@ class _Media:
         if not _feed(digest, told):
             return False
         feature.identifier = self._life + digest.hexdigest()
-        self._named[where] = weakref.ref(feature, lambda _: self._named.pop(where, None))
         return True
 
     def seen(self, feature: Any, tower: str | None) -> Any:

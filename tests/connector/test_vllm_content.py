@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from steps import calls_run
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -263,6 +264,15 @@ def test_what_is_a_placeholder_and_what_kind_of_media_it_is_are_part_of_the_cont
     assert len(set(found)) == 3
 
 
+def add_input(request: Any, feature: Any, tokens: list[int]) -> None:
+    """To a streaming session, as vLLM's scheduler does."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = StreamingUpdate([feature], tokens, 1, 0.0, SamplingParams(max_tokens=1))
+    stub = SimpleNamespace(hash_block_size=BLOCK, log_stats=False, num_waiting_for_streaming_input=0)
+    Scheduler._update_request_as_session(stub, request, update)
+
+
 def references() -> int:
     """Weak ones, of this process."""
     gc.collect()
@@ -302,15 +312,12 @@ def test_media_that_are_processed_once_are_digested_once_and_forgotten_with_thei
 @pytest.mark.parametrize("first", [[], [1.0]], ids=["text first", "a picture first"])
 def test_media_that_a_session_adds_are_named_or_found_by_nobody(first: list[float]) -> None:
     """vLLM appends them to the request itself and hashes its new blocks: no hook tells of it."""
-    from vllm.v1.core.sched.scheduler import Scheduler
 
     def session(added: Any) -> Any:
         content, media = engine(), [picture(pixel, "a", 2) for pixel in first]
         request = request_of(list(range(BLOCK * 2)), resumable=True, mm_features=media)
         assert content.name_inputs(request, True) is None
-        update = StreamingUpdate([added], list(range(BLOCK * 3)), 1, 0.0, SamplingParams(max_tokens=1))
-        stub = SimpleNamespace(hash_block_size=BLOCK, log_stats=False, num_waiting_for_streaming_input=0)
-        Scheduler._update_request_as_session(stub, request, update)
+        add_input(request, added, list(range(BLOCK * 3)))
         assert len(request.block_hashes) >= 2
         return [bytes(each) for each in request.block_hashes]
 
@@ -318,6 +325,22 @@ def test_media_that_a_session_adds_are_named_or_found_by_nobody(first: list[floa
     known = [session(picture(pixel, "same", 0)) for pixel in (2.0, 2.0, 3.0)]
     assert known[0] == known[1] != known[2]
     assert session(hidden)[1:] != session(hidden)[1:]
+
+
+def test_media_of_a_realtime_session_are_named_once_and_before_they_are_encoded() -> None:
+    """Each input is a token and its sound. vLLM's encoder cache frees sound by the name that it has by then."""
+    request = request_of(list(range(BLOCK)), resumable=True)
+    assert engine().name_inputs(request, True) is None
+    request.num_computed_tokens, names = BLOCK, list[str]()
+    with calls_run() as calls:
+        for sound in range(BLOCK * 5 // 2):
+            add_input(request, feature := picture(float(sound), f"sound {sound}", 0), [7])
+            names.append(feature.identifier)
+            request.num_computed_tokens += 1
+    assert [each.identifier for each in request.mm_features] == names
+    assert len(request.block_hashes) == 3
+    named = {name: count for (_, name), count in calls.items() if name == "_Media.name"}
+    assert named == {"_Media.name": len(names)}
 
 
 # ---- what is not reused at all ---------------------------------------------------------------
