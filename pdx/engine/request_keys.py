@@ -32,7 +32,8 @@ class RequestKeys:
     def leading(self, num_chunks: int, first: int = 0) -> list[bytes]:
         """The keys of full chunks [first, num_chunks), whose blocks must be full of known tokens.
 
-        They are cached. A session that goes on with new input loses its last token: chunks that had it get other keys.
+        They are cached. A session that goes on with new input loses its last token, and the engine drops that block's
+        hash: chunks that had it get other keys.
         """
         hashes = self._request.block_hashes
         while self._hashes and not self._is_last_hash_valid(hashes):

@@ -27,7 +27,7 @@ from pdx.engine.step import BlockHashing, LeftOut
 from pdx.memory.form import apart_salt
 from pdx.telemetry.recent import remember
 from pdx.vllm.adapters import MAX_KNOWN, Adapter, AdapterDigests, Claim, adapter_of
-from pdx.vllm.releases import can_reuse, skips_cache
+from pdx.vllm.releases import can_reuse, skips_cache, trims_session_hashes
 
 log = logging.getLogger("pdx.vllm")
 
@@ -45,6 +45,11 @@ _NO_ADAPTER = LeftOut(
 _UNTOLD_ADAPTER = LeftOut("untold_adapter", "")  # the first request of each adapter: no reason to warn
 _NO_HASHES = LeftOut(
     "unnamed_inputs", "request %s is neither saved nor found: this vLLM has hashed its blocks for good"
+)
+_STALE_HASHES = LeftOut(
+    "unnamed_inputs",
+    "request %s is neither saved nor found: before 0.32 vLLM keeps hashes of tokens that a streaming session discards; "
+    "install 0.32 or newer",
 )
 _NO_REUSE = LeftOut("", "")  # as intended: neither counted nor logged
 
@@ -119,6 +124,8 @@ class Content(BlockHashing):
         lora, media = request.lora_request, request.mm_features
         hasher = getattr(request, "_block_hasher", None)
         may_get_media = hasher is not None and getattr(request, "resumable", False)  # by a later input of its session
+        if may_get_media and not trims_session_hashes():
+            return _STALE_HASHES
         if not lora and not media and not may_get_media:
             return None
         if hasher is None or not is_new:

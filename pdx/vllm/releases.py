@@ -65,6 +65,11 @@ def moves_groups() -> bool:
     return RELEASE >= (0, 32)
 
 
+def trims_session_hashes() -> bool:
+    """Whether a streaming session loses its last token with the hash of that token's block: older releases keep it."""
+    return RELEASE >= (0, 32)
+
+
 def check_nested() -> None:
     """Raise ConfigError if the scheduler half cannot learn the order of a page's bytes: inside another connector no
     worker reports it (`page_order`)."""

@@ -19,7 +19,8 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.request import Request
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, StreamingUpdate
 
 from pdx.engine.request_keys import RequestKeys
 from pdx.memory.layout import CacheGroups, KvLayout
@@ -59,6 +60,13 @@ def request_of(tokens: list[int] | None = None, sampling: Any = None, **inputs: 
     pooling = inputs.pop("pooling_params", None)
     prompt = tokens or list(range(PROMPT))
     return Request(f"r{next(numbers)}", prompt, sampling, pooling, block_hasher=hasher, **inputs)
+
+
+def add_input(request: Any, tokens: list[int], *media: Any) -> None:
+    """To a streaming session, as vLLM's scheduler does."""
+    update = StreamingUpdate(list(media), tokens, 1, 0.0, SamplingParams(max_tokens=1))
+    stub = SimpleNamespace(hash_block_size=BLOCK, log_stats=False, num_waiting_for_streaming_input=0)
+    Scheduler._update_request_as_session(stub, request, update)
 
 
 def loaded(worker: LoadedAdapters, lora: LoRARequest, content: Content | None = None) -> bool:

@@ -27,6 +27,7 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
+    from content_bed import BLOCK, add_input, engine, left_out, request_of
     from vllm.config import ModelConfig, ParallelConfig, set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -125,6 +126,18 @@ def test_how_blocks_are_hashed_and_adapters_loaded_is_where_pdx_steps_in() -> No
     assert list(inspect.signature(WorkerLoRAManager._load_adapter).parameters) == ["self", "lora_request"]
     assert {"lora_int_id", "lora_name", "lora_path", "load_inplace"} <= set(LoRARequest.__struct_fields__)
     assert isinstance(ModelConfig.is_prefix_caching_supported, property)
+
+
+@pytest.mark.usefixtures("hash_root")
+def test_a_streaming_session_takes_part_where_vllm_forgets_the_hash_of_the_token_that_it_discards() -> None:
+    """Elsewhere what comes in its place would be saved under the name of that token."""
+    request = request_of(list(range(BLOCK - 1)), resumable=True)
+    request.num_computed_tokens = BLOCK - 1
+    request.append_output_token_ids(7)
+    add_input(request, [8] * BLOCK)
+    is_right = request.block_hashes == request_of(list(request.all_token_ids)).block_hashes
+    assert releases.trims_session_hashes() == is_right
+    assert left_out(engine(), request_of(resumable=True)) == (None if is_right else "unnamed_inputs")
 
 
 def test_every_hook_that_pdx_overrides_is_one_of_vllms_and_none_is_left_open() -> None:

@@ -26,6 +26,7 @@ with warnings.catch_warnings():
         BLOCK,
         CHUNK,
         PROMPT,
+        add_input,
         engine,
         keys_of,
         left_out,
@@ -38,7 +39,7 @@ with warnings.catch_warnings():
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request, StreamingUpdate
+    from vllm.v1.request import Request
 
     from pdx.vllm.adapters import LoadedAdapters
     from pdx.vllm.content import Content
@@ -264,15 +265,6 @@ def test_what_is_a_placeholder_and_what_kind_of_media_it_is_are_part_of_the_cont
     assert len(set(found)) == 3
 
 
-def add_input(request: Any, feature: Any, tokens: list[int]) -> None:
-    """To a streaming session, as vLLM's scheduler does."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    update = StreamingUpdate([feature], tokens, 1, 0.0, SamplingParams(max_tokens=1))
-    stub = SimpleNamespace(hash_block_size=BLOCK, log_stats=False, num_waiting_for_streaming_input=0)
-    Scheduler._update_request_as_session(stub, request, update)
-
-
 def references() -> int:
     """Weak ones, of this process."""
     gc.collect()
@@ -317,7 +309,7 @@ def test_media_that_a_session_adds_are_named_or_found_by_nobody(first: list[floa
         content, media = engine(), [picture(pixel, "a", 2) for pixel in first]
         request = request_of(list(range(BLOCK * 2)), resumable=True, mm_features=media)
         assert content.name_inputs(request, True) is None
-        add_input(request, added, list(range(BLOCK * 3)))
+        add_input(request, list(range(BLOCK * 3)), added)
         assert len(request.block_hashes) >= 2
         return [bytes(each) for each in request.block_hashes]
 
@@ -334,7 +326,7 @@ def test_media_of_a_realtime_session_are_named_once_and_before_they_are_encoded(
     request.num_computed_tokens, names = BLOCK, list[str]()
     with calls_run() as calls:
         for sound in range(BLOCK * 5 // 2):
-            add_input(request, feature := picture(float(sound), f"sound {sound}", 0), [7])
+            add_input(request, [7], feature := picture(float(sound), f"sound {sound}", 0))
             names.append(feature.identifier)
             request.num_computed_tokens += 1
     assert [each.identifier for each in request.mm_features] == names
