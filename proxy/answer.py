@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from pdx.errors import ProtocolError, Refusal
+from pdx.errors import LegFailed, ProtocolError, Refusal
 from pdx.proxy import sse
 from pdx.proxy.engines import Engine
 from pdx.proxy.exchange import Exchange
@@ -52,6 +52,7 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
 _DATA, _CHOICES = b"data: ", b',"choices":['
 _HEAD = frozenset(("id", "object", "created", "model"))
+_ERROR = re.compile(rb'data: ?\{"error"|event: (error|response\.failed)\b')  # no text in an event begins a line
 _SPECIAL = re.compile(rb'"(?:usage|metrics)"|\r|\n.')  # fields to rewrite, and events of several lines
 
 _decoder = msgspec.json.Decoder(PrefillAnswer)
@@ -60,17 +61,18 @@ _choices = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
 def decode_prefill(raw: bytes, route: Route = Route.COMPLETIONS, prompts: int = 1) -> PrefillAnswer:
-    """:raises ProtocolError: the answer does not have one choice per prompt and a usage."""
-    if route in (Route.RESPONSES, Route.MESSAGES):
-        return PrefillAnswer(id="", created=0, model="", usage=usage_of(route, raw), choices=[])
-    try:
-        answer = _decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a prefill answer of {len(raw)} bytes does not decode: {error}") from error
-    if len(answer.choices) != prompts or answer.usage.prompt_tokens < 1:
-        raise ProtocolError(
-            f"a prefill answer has {len(answer.choices)} choices for {answer.usage.prompt_tokens} prompt tokens"
-        )
+    """:raises ProtocolError: the answer does not have a usage, and one choice and token per prompt."""
+    if is_other := route in (Route.RESPONSES, Route.MESSAGES):
+        answer = PrefillAnswer(id="", created=0, model="", usage=usage_of(route, raw), choices=[])
+    else:
+        try:
+            answer = _decoder.decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"a prefill answer of {len(raw)} bytes does not decode: {error}") from error
+    usage, choices = answer.usage, prompts if is_other else len(answer.choices)
+    if choices != prompts or usage.prompt_tokens < 1 or usage.completion_tokens < prompts:  # no token: aborted
+        text = f"{choices} choices with {usage.completion_tokens} tokens for {usage.prompt_tokens} prompt tokens"
+        raise ProtocolError(f"a prefill answer has {text}")
     return answer
 
 
@@ -145,7 +147,7 @@ class AsItIs:
         self._counts = counts
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
-        """Relay the answer. :raises LegFailed: the engine disconnected before the end."""
+        """Relay the answer. :raises LegFailed: it is not whole; if it ends in an error, the client has that."""
         if answer.is_stream:
             await _relay_stream(exchange, answer, self)
             return
@@ -155,6 +157,8 @@ class AsItIs:
             exchange.outcome = Outcome.CLIENT_ERROR
         elif self._route.member.search(raw) is None:
             raise failed(Reason.MALFORMED, answer.engine, f"{len(raw)} bytes are no answer")
+        elif self._route.aborted.search(raw) is not None:
+            raise failed(Reason.TRUNCATED, answer.engine, "it has aborted the request")
         else:
             exchange.token(answer.engine, streams=False)
         exchange.reply.pass_on(answer.headers)
@@ -336,7 +340,9 @@ class Forwarded(AsItIs):
 async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> None:
     exchange.reply.pass_on(answer.headers)
     splitter = sse.EventSplitter()
-    is_first = True
+    is_last = sse.is_done if exchange.route.last_event is None else exchange.route.last_event.match
+    is_aborted, ends, fault = exchange.route.aborted.search, False, None
+    writes = exchange.reply.writes
     chunk = await shape.first(exchange, answer)
     itl, token_at = exchange.metrics.itl[exchange.mode], 0.0
     if chunk:
@@ -346,10 +352,16 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
             events = splitter.feed(chunk)
         except ProtocolError as error:
             raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
+        for count, event in enumerate(events, 1):
+            if _ERROR.match(event) or is_aborted(event):
+                fault, outcome = _fault(answer, event)
+                if fault.reason != Reason.STATUS_4XX and exchange.reply.writes == writes:
+                    raise fault  # another engine may serve
+                exchange.outcome = outcome
+            if is_last(event):
+                events, ends = events[:count], True  # what comes after that is ignored
+                break
         if events:
-            if is_first:
-                _check_first(answer, events[0])
-            is_first = False
             if token_at and events[0] != sse.DONE:
                 now = time.monotonic()
                 itl.observe(now - token_at)
@@ -358,41 +370,38 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
                 exchange.token(answer.engine, streams=True)
                 token_at = time.monotonic()
             await _pass_on(exchange, events, shape)
-        chunk = b"" if exchange.answered else await answer.read_some()
-    if not exchange.answered:
+        exchange.answered = ends
+        chunk = b"" if ends else await answer.read_some()
+    if not ends:
         if not sse.is_done(splitter.rest):
             raise failed(Reason.TRUNCATED, answer.engine)
         await _pass_on(exchange, [sse.DONE], shape)
+        exchange.answered = True
     await exchange.reply.end()
     await answer.drain()
+    if fault is not None:
+        raise fault
 
 
-def _check_first(answer: Answer, event: bytes) -> None:
-    """:raises LegFailed: the event reports a failure; nothing was sent yet, so another engine may serve."""
-    found = sse.data(event)
-    if found is None or not found.startswith(b'{"error"'):
-        return
-    try:
-        code = json.loads(found)["error"]["code"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return
-    if isinstance(code, int) and 500 <= code <= 599:
+def _fault(answer: Answer, event: bytes) -> tuple[LegFailed, Outcome]:
+    """What an event reports, an error or that the engine has aborted the request, and what becomes of the request."""
+    if not _ERROR.match(event):
+        return failed(Reason.TRUNCATED, answer.engine, "it has aborted the request"), Outcome.BROKEN
+    found, code = sse.data(event) or b"", 0
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        code = int(json.loads(found)["error"]["code"])
+    if 500 <= code <= 599:
         said = Refusal(code, found, "application/json", answer.headers)
-        raise failed(Reason.STATUS_5XX, answer.engine, f"an error {code} in place of a first event", answer=said)
+        return failed(Reason.STATUS_5XX, answer.engine, f"an error {code} in its stream", answer=said), Outcome.BROKEN
+    # Without a code, the request itself may be the cause.
+    outcome = Outcome.CLIENT_ERROR if 400 <= code <= 499 else Outcome.BROKEN
+    return failed(Reason.STATUS_4XX, answer.engine, f"an error {code or 'without a code'} in its stream"), outcome
 
 
 async def _pass_on(exchange: Exchange, events: list[bytes], shape: AsItIs) -> None:
-    """Yield the events up to the one that ends the stream; anything after that is ignored."""
-    is_last = sse.is_done if exchange.route.last_event is None else exchange.route.last_event.match
-    ends = False
-    for count, event in enumerate(events, 1):
-        if is_last(event):
-            events, ends = events[:count], True
-            break
     found = shape.at_once(events)
     if found:
         await exchange.reply.write(found)
     elif found is None:
         async for piece in shape.pieces(events):
             await exchange.reply.write(piece)
-    exchange.answered = ends

@@ -30,7 +30,7 @@ class Outcome(StrEnum):
     LIMITED = "limited"  # refused by this proxy because it or the client has too many requests
     CLIENT_ERROR = "client_error"  # refused by an engine
     ENGINE_ERROR = "engine_error"  # an engine answered with a 5xx
-    BROKEN = "broken"  # an engine died or did not end its answer
+    BROKEN = "broken"  # an engine died, did not end its answer, or ended it in an error
     UNAVAILABLE = "unavailable"  # no engine could be reached
     CLIENT_GONE = "client_gone"
     STOPPED = "stopped"  # this proxy was shutting down and stopped waiting

@@ -77,7 +77,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             exchange.mark(Event.DONE)
         except (ClientGone, asyncio.CancelledError) as error:
             gone = Outcome.STOPPED if self.drain.is_over else Outcome.CLIENT_GONE
-            outcome = Outcome.OK if exchange.answered else gone
+            outcome = exchange.outcome if exchange.answered else gone
             if not exchange.answered:
                 self._cancel(exchange, outcome)
             if outcome is Outcome.CLIENT_GONE or isinstance(error, ClientGone):
@@ -109,12 +109,12 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             await exchange.reply.fail(503, text, retry_after_s=_RETRY_AFTER_S)
             return Outcome.UNAVAILABLE
         except LegFailed as failure:
-            if exchange.answered:
-                return exchange.outcome
-            self._warn(f"failed {failure.url} {failure.reason}", f"transfer {exchange.transfer} failed: {failure}")
-            self.engines.health.pardon([url for url, reason in exchange.blamed.items() if reason in ANSWERED])
-            self._cancel(exchange, "decode_failed")
-            return await self._report(exchange, failure)
+            if not exchange.answered or exchange.outcome is Outcome.BROKEN:
+                self._warn(f"failed {failure.url} {failure.reason}", f"transfer {exchange.transfer} failed: {failure}")
+                self.engines.health.pardon([url for url, reason in exchange.blamed.items() if reason in ANSWERED])
+                self._cancel(exchange, "decode_failed")
+            if not exchange.answered:
+                return await self._report(exchange, failure)
         if exchange.outcome is not Outcome.OK:
             self._cancel(exchange, "decode_refused")
         return exchange.outcome

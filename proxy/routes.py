@@ -10,7 +10,7 @@ import re
 from enum import StrEnum
 from typing import Any
 
-_CHOICES = re.compile(rb'"choices"\s*:')
+_CHOICES = re.compile(rb'"choices"\s*:'), re.compile(rb'"finish_reason": ?"abort"')  # which JSON escapes in texts
 
 
 class Route(StrEnum):
@@ -22,9 +22,10 @@ class Route(StrEnum):
     answer_only: tuple[str, ...]  # fields that shape only the answer, besides those in `body`
     forwards: bool  # whether the first token can be sent alone: the prompt is text or ids, not a conversation
     member: re.Pattern[bytes]  # present in every whole answer
+    aborted: re.Pattern[bytes]  # in an answer or event if the engine gave the request up, as vLLM's pause makes it
     last_event: re.Pattern[bytes] | None  # ends a stream; None: [DONE] does
 
-    COMPLETIONS = "/v1/completions", ("max_tokens",), 16, ("prompt",), ("response_format",), True, _CHOICES, None
+    COMPLETIONS = "/v1/completions", ("max_tokens",), 16, ("prompt",), ("response_format",), True, *_CHOICES, None
     CHAT = (
         "/v1/chat/completions",
         ("max_completion_tokens", "max_tokens"),
@@ -32,7 +33,7 @@ class Route(StrEnum):
         ("messages", "tools", "documents"),
         (),
         False,
-        _CHOICES,
+        *_CHOICES,
         None,
     )
     RESPONSES = (
@@ -43,6 +44,7 @@ class Route(StrEnum):
         ("include", "enable_response_messages"),
         False,
         re.compile(rb'"output"\s*:'),
+        re.compile(rb"\0"),  # never: vLLM calls it completed
         re.compile(rb"event: (response\.(completed|incomplete|failed)|error)\b"),
     )
     MESSAGES = (
@@ -52,16 +54,17 @@ class Route(StrEnum):
         ("messages", "system", "tools"),
         ("stop_sequences",),
         False,
-        re.compile(rb'"content"\s*:'),
+        re.compile(rb'"stop_reason"\s*:\s*"'),  # missing if aborted
+        re.compile(rb'event: message_delta\ndata: .*"delta": ?\{"stop_reason": ?null'),
         re.compile(rb"event: (message_stop|error)\b"),
     )
-    WHOLE = "whole", (), None, (), (), False, _CHOICES, None  # all of `PASSED`
+    WHOLE = "whole", (), None, (), (), False, *_CHOICES, None  # all of `PASSED`
 
     def __new__(cls, path: str, *facts: Any) -> Route:
         made = str.__new__(cls, path)
         made._value_ = path
         made.limits, made.default_limit, made.prompt, made.answer_only, *rest = facts
-        made.forwards, made.member, made.last_event = rest
+        made.forwards, made.member, made.aborted, made.last_event = rest
         return made
 
 

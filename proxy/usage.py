@@ -23,6 +23,7 @@ class Usage(msgspec.Struct, frozen=True):
     """In the field names of completions and chats."""
 
     prompt_tokens: int
+    completion_tokens: int = 0
     prompt_tokens_details: dict[str, Any] | None = None
 
     @property
@@ -47,7 +48,7 @@ def usage_of(route: Route, raw: bytes) -> Usage:
         else:
             found = {_CACHED: usage.get(_READ), _CREATED: usage.get(_CREATION)}
         beside = sum(count or 0 for count in found.values()) if route is Route.MESSAGES else 0
-        return Usage(int(usage["input_tokens"]) + beside, found)
+        return Usage(int(usage["input_tokens"]) + beside, int(usage.get("output_tokens") or 0), found)
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProtocolError(f"an answer of {len(raw)} bytes has no usage: {error}") from error
 

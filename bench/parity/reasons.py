@@ -135,7 +135,7 @@ REASONS = (
         _transfer,
     ),
     Reason("counted", "An error that counts a body's fields counts those of the transfer.", _counted),
-    Reason("at once", "A stream that an engine begins with an error is that error, with its status.", _at_once),
+    Reason("at once", "A stream that an engine begins with an error 5xx is that error, with its status.", _at_once),
 )
 
 

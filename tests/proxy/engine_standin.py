@@ -80,7 +80,10 @@ def next_token(ids, *, salt, may_end):
 
 
 def generate(body, prompt, limit, server):
-    """(text delta, token, finish reason or None) for each token."""
+    """(text delta, token, finish reason or None) for each token; without a limit, as vLLM's pause ends a request."""
+    if not limit:
+        yield "", None, "abort"
+        return
     output, text, detokenizer = [], "", Detokenizer()
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
@@ -135,7 +138,7 @@ class StandIn:
         self.key = ""  # what requests must have in Authorization
         self.headers = {}  # of every answer
         self.ranks = 8  # data parallel
-        self.released = asyncio.Event()  # what ends the fault "hold"
+        self.released = asyncio.Event()  # what ends the faults "hold" and "hold_end"
         self.models_served = ["hash"]
         self.adapters = set()  # of these
         self.tokenized = []  # (body, headers) of every POST /tokenize …
@@ -290,7 +293,7 @@ class StandIn:
             "created": 1_700_000_001 if body.get("stream") else 1_700_000_000,  # legs are not of the same second
             "model": "hash",
         }
-        limits = [min(limit, model_len - len(each)) for each in prompts]
+        limits = [min(limit, model_len - len(each)) if self.fault != "abort" else 0 for each in prompts]
         if body.get("stream"):
             return await self.stream(request, body | {"stream_options": options}, head, chat, prompts[0], limits[0])
         await self.kv_of(body)
@@ -307,7 +310,7 @@ class StandIn:
         if shape.limit == "max_tokens" and "max_tokens" not in body:
             return refusal(400, "max_tokens: Field required")
         await self.kv_of(body)
-        limit = min(body.get(shape.limit) or MODEL_LEN, self.server.model_len - len(prompt))
+        limit = min(body.get(shape.limit) or MODEL_LEN, self.server.model_len - len(prompt)) * (self.fault != "abort")
         steps = list(generate({**body, "stop": body.get("stop_sequences")}, prompt, limit, self.server))
         return await answered(self, request, shape(self, body, prompt, steps))
 
@@ -333,7 +336,7 @@ class StandIn:
             for _ in range(body.get("n") or 1):
                 steps = list(generate(body, prompt, limit, self.server))
                 text = "".join(delta for delta, _, _ in steps)
-                tokens = [token for _, token, _ in steps]
+                tokens = [token for _, token, _ in steps if token is not None]
                 generated += len(tokens)
                 choice = {"index": len(choices), "finish_reason": steps[-1][2], "stop_reason": None}
                 choice["logprobs"] = {"tokens": tokens} if body.get("logprobs") else None
@@ -384,6 +387,8 @@ class StandIn:
                 await self.hang()
         if options.get("include_usage"):
             await send(response, {**head, "choices": [], "usage": self.usage(body, len(prompt), count)})
+        if self.fault == "hold_end":
+            await self.released.wait()
         await response.write(self.end)
         if self.fault == "reset_after":
             request.transport.abort()

@@ -54,7 +54,7 @@ class Message:
         text = "".join(delta for delta, _, _ in steps)
         self.begun = {"id": "msg", "type": "message", "role": "assistant", "content": [], "usage": counts}
         self.whole = {**self.begun, "content": [{"type": "text", "text": text}], "usage": usage}
-        self.whole["stop_reason"] = "end_turn" if steps[-1][2] == "stop" else "max_tokens"
+        self.whole["stop_reason"] = {"stop": "end_turn", "length": "max_tokens"}.get(steps[-1][2])
 
     def events(self):
         yield "message_start", {"message": self.begun}
@@ -80,6 +80,10 @@ async def answered(engine, request, shape):
         if number == 3 and engine.fault == "reset_mid":
             request.transport.abort()
         if number == 3 and engine.fault == "end_mid":
+            return stream
+        if number == 3 and engine.fault == "hold_end":
+            await engine.released.wait()
+            await stream.write(engine.end)
             return stream
         data = json.dumps({"type": name, **event}, separators=(",", ":"))
         await stream.write(f"event: {name}\ndata: {data}\n\n".encode())

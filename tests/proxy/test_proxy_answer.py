@@ -51,11 +51,23 @@ def test_splitter_is_bounded(monkeypatch):
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"{", b"[]", b"\xff", b'{"choices":[]}', prefill().replace(b'"prompt_tokens": 3', b'"prompt_tokens": 0')],
+    [
+        *(b"", b"{", b"[]", b"\xff", b'{"choices":[]}'),
+        prefill().replace(b'"prompt_tokens": 3', b'"prompt_tokens": 0'),
+        prefill("", "abort", ()).replace(b'"completion_tokens": 1', b'"completion_tokens": 0'),
+    ],
 )
 def test_prefill_answer_must_be_one(raw):
     with pytest.raises(ProtocolError):
         decode_prefill(raw)
+
+
+@pytest.mark.parametrize("route", [Route.RESPONSES, Route.MESSAGES])
+def test_prefill_that_was_aborted_has_no_token(route):
+    whole = b'{"usage":{"input_tokens":9,"output_tokens":%d}}'
+    assert decode_prefill(whole % 1, route).usage.prompt_tokens == 9
+    with pytest.raises(ProtocolError, match="0 tokens"):
+        decode_prefill(whole % 0, route)
 
 
 def behind(text="", *, continues=True):

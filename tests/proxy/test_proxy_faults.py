@@ -10,6 +10,7 @@ from engine_standin import Server, StandIn, transfer_of
 from proxy_harness import BODY, CHAT, COMPLETIONS, FORWARDED, HALF, TALK, cluster, events, patience, until, within
 
 from pdx.proxy import leg, relay
+from pdx.proxy.routes import Route
 
 
 def text_of(raw, *, stream=False):
@@ -50,6 +51,7 @@ PROMPTS = {**BODY, "prompt": [FORWARDED, HALF]}  # its decode leg follows the ot
 
 OF_COMPLETIONS = {"refuse": "refused", "reset": "reset", 500: "status_5xx", "hang": "timeout", 202: "malformed"}
 OF_COMPLETIONS |= {400: "status_4xx", 429: "status_429", "nonsense": "malformed", "elsewhere": "redirect"}
+OF_COMPLETIONS["abort"] = "malformed"
 OF_CHATS = [(False, 500, "status_5xx"), (True, "reset", "reset"), (True, "defect", "internal")]
 
 
@@ -135,13 +137,13 @@ async def test_nodes_are_told_where_no_engine_decodes(made, broken, reason, code
 
 # ---- the decode leg -----------------------------------------------------------------------------
 
-DEAD = {"reset": 502, "hang": 502, 500: 500, 429: 429, "nonsense": 502, "elsewhere": 502}
+DEAD = {"reset": 502, "hang": 502, 500: 500, 429: 429, "nonsense": 502, "elsewhere": 502, "abort": 502}
 
 
 @pytest.mark.parametrize(
     ("prompt", "fault", "stream"),
     [(HALF, fault, fault == "hang") for fault in ("refuse", *DEAD)]
-    + [(FORWARDED, fault, True) for fault in ("refuse", "hang", "reset", 500)],
+    + [(HALF, "abort", True), *((FORWARDED, fault, True) for fault in ("refuse", "hang", "reset", 500))],
 )
 async def test_decoder_dies_before_it_answers_and_another_takes_over(prompt, fault, stream):
     async with cluster(decodes=2, **patience(fault)) as made:
@@ -281,10 +283,43 @@ async def test_decoder_dies_in_the_middle_of_a_stream(prompt, fault):
 
 
 DONE = b"data: [DONE]\n\n"
+ERROR = b'data: {"error": {"message": "it ended", "type": "E", "code": %d}}\n\n'
+TOLD = json.dumps('data: {"error": 1}\n\nevent: error\n\n"finish_reason":"abort"').encode()
+STOP = b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":%s}}\n\nevent: message_stop\n\n'
+LATE = [
+    (COMPLETIONS, ERROR % 500 + DONE, "broken", 1),
+    (CHAT, ERROR % 400 + DONE, "client_error", 0),
+    (CHAT, b'data: {"choices": [{"delta": {}, "finish_reason":"abort"}]}\n\n' + DONE, "broken", 1),
+    (CHAT, b'data: {"choices": [{"delta": {"content": ' + TOLD + b"}}]}\n\n" + DONE, "ok", 0),
+    (Route.MESSAGES, b'event: error\ndata: {"type": "error", "error": {"type": "internal_error"}}\n\n', "broken", 0),
+    (Route.MESSAGES, STOP % b"null", "broken", 1),
+    (Route.MESSAGES, STOP % b'"end_turn"', "ok", 0),
+    (Route.RESPONSES, b"event: response.failed\ndata: {}\n\n", "broken", 0),
+    (Route.RESPONSES, b'event: response.completed\ndata: {"metadata":{"finish_reason":"abort"}}\n\n', "ok", 0),
+]
+
+
+@pytest.mark.parametrize(("path", "end", "outcome", "faults"), LATE)
+async def test_a_stream_that_ends_in_an_error_is_no_success(path, end, outcome, faults, caplog):
+    """The client gets what the engine sent; an error without a code may be the request's own, and blames no engine."""
+    body = {COMPLETIONS: {**BODY, "prompt": HALF}, Route.RESPONSES: {"input": HALF}}.get(path, TALK)
+    async with cluster() as made:
+        made.decode.end, made.decode.fault = end, "hold_end"
+        async with made.client.post(made.url + path, json={**body, "stream": True}) as response:
+            await within(response.content.readuntil(b"\n\n"))
+            made.decode.released.set()
+            assert (await within(response.read())).endswith(end)
+        assert await made.metric("pdx_proxy_requests_total", outcome=outcome) == 1
+        assert await made.metric("pdx_proxy_engine_failures_total") == faults
+        assert await made.metric("pdx_proxy_cancels_total") == (outcome != "ok")
+        assert (made.proxy.engines.health.of(made.decode.url).served_at > 0) == (outcome == "ok")
+        assert any("failed: engine" in each.getMessage() for each in caplog.records) == (outcome == "broken")
+
+
 ENDS = {
     "a comment": DONE + b": bye\n\n",
     "a blank event": DONE + b"\n\n",
-    "an event": DONE + b'data: {"error": {"message": "too late"}}\n\n',
+    "an event": DONE + ERROR % 500,
     "half an event": DONE + b'data: {"half": ',
     "one newline": b"data: [DONE]\n",
     "no newline": b": ping\n\ndata: [DONE]",

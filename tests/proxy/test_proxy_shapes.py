@@ -67,6 +67,15 @@ async def test_a_stream_that_breaks_off_ends_with_an_error():
                 assert data.get("type") == ("error" if route is Route.MESSAGES else None)
 
 
+async def test_a_message_that_its_engine_aborted_comes_from_another():
+    async with cluster(prefills=0, decodes=2) as made:
+        made.decode.fault = "abort"
+        for _ in range(2):
+            status, _, raw = await made.post(Route.MESSAGES, MESSAGE)
+            assert (status, json.loads(raw)["stop_reason"]) == (200, "end_turn")
+        assert await made.metric("pdx_proxy_failovers_total") == 1
+
+
 async def test_where_the_prefill_engine_fails_the_other_one_does_all(made):
     made.prefill.fault = 500
     for route, body in BOTH:
