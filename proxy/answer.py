@@ -53,6 +53,7 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 _DATA, _CHOICES = b"data: ", b',"choices":['
 _HEAD = frozenset(("id", "object", "created", "model"))
 _ERROR = re.compile(rb'data: ?\{"error"|event: (error|response\.failed)\b')  # no text in an event begins a line
+_BEGUN = re.compile(rb'event: message_start\b|data: .*"delta": ?\{"role": ?"assistant"(, ?"content": ?"")?\}')
 _SPECIAL = re.compile(rb'"(?:usage|metrics)"|\r|\n.')  # fields to rewrite, and events of several lines
 
 _decoder = msgspec.json.Decoder(PrefillAnswer)
@@ -342,14 +343,14 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
     splitter = sse.EventSplitter()
     is_last = sse.is_done if exchange.route.last_event is None else exchange.route.last_event.match
     is_aborted, ends, fault = exchange.route.aborted.search, False, None
-    writes = exchange.reply.writes
+    writes, held = exchange.reply.writes, list[bytes]()
     chunk = await shape.first(exchange, answer)
     itl, token_at = exchange.metrics.itl[exchange.mode], 0.0
     if chunk:
         exchange.mark(Event.DECODE_FIRST, answer.engine)
     while chunk:
         try:
-            events = splitter.feed(chunk)
+            events = held + splitter.feed(chunk)
         except ProtocolError as error:
             raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
         for count, event in enumerate(events, 1):
@@ -361,7 +362,10 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
             if is_last(event):
                 events, ends = events[:count], True  # what comes after that is ignored
                 break
-        if events:
+        if not (token_at or ends) and events and _BEGUN.match(events[-1]):
+            held = events  # sent with the first token, which follows at once: until then, another engine may serve
+        elif events:
+            held = []
             if token_at and events[0] != sse.DONE:
                 now = time.monotonic()
                 itl.observe(now - token_at)
@@ -375,7 +379,7 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
     if not ends:
         if not sse.is_done(splitter.rest):
             raise failed(Reason.TRUNCATED, answer.engine)
-        await _pass_on(exchange, [sse.DONE], shape)
+        await _pass_on(exchange, [*held, sse.DONE], shape)
         exchange.answered = True
     await exchange.reply.end()
     await answer.drain()

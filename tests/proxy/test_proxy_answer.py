@@ -3,15 +3,15 @@
 import asyncio
 import json
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.errors import ProtocolError
+from pdx.errors import LegFailed, ProtocolError
 from pdx.proxy import sse
-from pdx.proxy.answer import FirstTokenDiffers, Forwarded, decode_prefill
+from pdx.proxy.answer import AsItIs, FirstTokenDiffers, Forwarded, decode_prefill
 from pdx.proxy.engines import Engine
 from pdx.proxy.routes import Route
 
@@ -68,6 +68,25 @@ def test_prefill_that_was_aborted_has_no_token(route):
     assert decode_prefill(whole % 1, route).usage.prompt_tokens == 9
     with pytest.raises(ProtocolError, match="0 tokens"):
         decode_prefill(whole % 0, route)
+
+
+ROLE = b'data: {"id":"a","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+ABORTED = b'data: {"id":"a","choices":[{"index":0,"delta":{},"finish_reason":"abort"}]}\n\n'
+BEGUN = [(Route.CHAT, ROLE, ABORTED), (Route.CHAT, ROLE, b"")]
+BEGUN += [
+    (Route.MESSAGES, b"event: message_start\n\n", b'event: message_delta\ndata: {"delta":{"stop_reason":null}}\n\n'),
+    (Route.CHAT, ROLE, b'data: {"error": {"code": 500}}\n\n'),
+]
+
+
+@pytest.mark.parametrize(("route", "begun", "end"), BEGUN)
+def test_what_only_begins_an_answer_waits_for_the_rest(route, begun, end):
+    """vLLM sends both at once; what the client has been sent no other engine can take back."""
+    reply = MagicMock(writes=0, write=AsyncMock(), end=AsyncMock())
+    leg = MagicMock(engine=ENGINE, read_some=AsyncMock(side_effect=[begun, end, b""]), drain=AsyncMock())
+    with pytest.raises(LegFailed):
+        asyncio.run(AsItIs(route).take(MagicMock(route=route, reply=reply), leg))
+    assert not reply.write.called
 
 
 def behind(text="", *, continues=True):
