@@ -108,7 +108,7 @@ class Proxy:
         self._metrics.waiting.set_function(lambda: self.admission.waiting)
         self._intake = Intake(
             each_bytes=config.max_body_bytes,
-            all_bytes=config.max_bodies_bytes // config.workers,
+            all_bytes=max(config.max_body_bytes, config.max_bodies_bytes // config.workers),
             timeout_s=config.body_timeout_s,
         )
         self.chunks: Following | None = None  # which node has which chunks

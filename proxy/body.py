@@ -304,7 +304,9 @@ def told(leg: Body, params: Body) -> Body:
 
 def check_kind(request: web.Request) -> None:
     """:raises RequestRefused: the route does not accept this content type."""
-    form, kind = request.path in FORMS, request.content_type
+    form, kind = request.path in FORMS, ""
+    with suppress(UnicodeError):  # a parameter is in a charset that Python cannot read
+        kind = request.content_type
     is_right = kind == ("multipart/form-data" if form else "application/json")
     if not is_right and request.method != "GET" and not (request.match_info and not request.can_read_body):
         said = printable(request.headers.get("Content-Type", "none"))

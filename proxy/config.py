@@ -111,9 +111,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, Meta(ge=0, le=9), option("Highest priority that a client may give its chunks; higher ones are clipped.")
     ] = 9
     max_body_bytes: Annotated[BodyBytes, option("Largest body of a request.")] = 64 << 20  # includes images
-    max_bodies_bytes: Annotated[BodiesBytes, option("Total size of the bodies of all requests in progress.")] = (
-        512 << 20
-    )
+    max_bodies_bytes: Annotated[
+        BodiesBytes,
+        option("Total size of the bodies of requests in progress; each worker has its share, and at least --max-body."),
+    ] = 512 << 20
     max_header_bytes: Annotated[HeaderBytes, option("Largest header of a request, such as tokens and cookies.")] = (
         64 << 10
     )

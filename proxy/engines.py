@@ -33,7 +33,7 @@ Drop = tuple[str, str]  # why something that a node said is not believed: for co
 _MOST_NAMES = 4  # of models in the log, of an engine with many adapters
 _MOST_CHARS = 1000  # of a line there
 _MOST_TOLD = 16  # pairs, and sentences about them
-FORGET_S = 300.0  # an engine that no node reports is forgotten when it has not answered for so long
+FORGET_S = 300.0  # an engine that no node reports is forgotten when it was silent for so long, or cannot be reached
 
 
 class Engine(msgspec.Struct, frozen=True):

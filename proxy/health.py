@@ -43,14 +43,18 @@ class Reason(StrEnum):
     UNAUTHORIZED = "unauthorized"  # the engine rejects the proxy's own key (--engine-key)
     STATUS_4XX = "status_4xx"
     STATUS_429 = "status_429"
+    STATUS_503 = "status_503"  # of a vLLM whose queue is full, and of servers that cannot serve anybody
     STATUS_5XX = "status_5xx"
 
 
 # The engine did not work on the request: another engine can be asked at no cost.
 UNSENT = frozenset({Reason.REFUSED, Reason.CONNECT_TIMEOUT, Reason.TLS})
 # The request itself may be the cause, if several engines answer like this.
-ANSWERED = frozenset({Reason.MALFORMED, Reason.REDIRECT, Reason.STATUS_5XX})
+ANSWERED = frozenset({Reason.MALFORMED, Reason.REDIRECT, Reason.STATUS_503, Reason.STATUS_5XX})
+# The engine may be full: it has not begun, and takes others later.
+FULL = frozenset({Reason.STATUS_429, Reason.STATUS_503})
 _NO_FAULT = frozenset({Reason.STATUS_4XX, Reason.STATUS_429})
+_NO_FAULT_IF_BUSY = frozenset({Reason.TIMEOUT, Reason.STATUS_503})
 
 
 class EngineState(StrEnum):
@@ -77,7 +81,7 @@ class Record(msgspec.Struct, eq=False):
     failures: int = 0  # consecutive
     unproven: bool = False  # a request failed, so GET /health proves nothing
     is_probing: bool = False
-    heard_at: float = float("-inf")  # last byte of any leg
+    heard_at: float = float("-inf")  # last byte of any leg with status 200: refusals come without a model
     # Models it serves, adapters included, its own first. None: unknown; empty: it has no list, and is asked.
     models: dict[str, None] | None = None
     adapters: frozenset[str] = frozenset()  # the adapters among them
@@ -225,7 +229,7 @@ class Health:
     def failed(self, use: Use, reason: Reason, text: str = "") -> None:
         """A leg failed. Reasons that do not make an engine suspect are ignored."""
         record = use.record
-        if reason in _NO_FAULT or (reason is Reason.TIMEOUT and self._speaks(record)):
+        if reason in _NO_FAULT or (reason in _NO_FAULT_IF_BUSY and self._speaks(record)):
             return
         self.failures[reason] += 1
         if reason not in UNSENT:

@@ -118,7 +118,7 @@ class Answer:
         if self.status == HTTPStatus.NOT_IMPLEMENTED:  # its model does not support the request
             return None
         if 500 <= self.status <= 599:
-            return Reason.STATUS_5XX
+            return Reason.STATUS_503 if self.status == HTTPStatus.SERVICE_UNAVAILABLE else Reason.STATUS_5XX
         return None if 200 <= self.status <= 299 or 400 <= self.status <= 499 else Reason.REDIRECT
 
     async def read(self, most: int = _WHOLE_BYTES) -> bytes:
@@ -149,9 +149,10 @@ class Answer:
         self.waits_for_engine = False
         self.limit_s = self._idle_s
         if found:
-            use.record.heard_at = self.since
+            if is_served := self.status == HTTPStatus.OK:
+                use.record.heard_at = self.since
             if use.work is not NO_WORK:
-                use.answered(self.began_at, self.since, is_served=self.status == HTTPStatus.OK)
+                use.answered(self.began_at, self.since, is_served=is_served)
             if use.is_trial and self.is_stream:
                 self._health.proved(use)
         return found

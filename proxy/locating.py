@@ -87,22 +87,22 @@ class Locating:
         if len({engine.node for engine in engines} - {""}) < 2:  # all would find the same
             return
         try:
-            exchange.prompt = await self._found(exchange, engines) or exchange.prompt
+            exchange.prompt = await self._found(exchange, engines)
         except (TimeoutError, LegFailed, Exhausted, ProtocolError, SelectionError, ValueError, RecursionError):
-            # Otherwise the client or the engine sent nonsense, which is for an engine to reject.
+            # What the client sent may be nonsense, which is for an engine to reject.
             self._counters["placed_without_tokens"] += 1
         finally:
             exchange.prompt = paced(exchange.prompt, [self._health.of(engine.url) for engine in engines])
 
-    async def _found(self, exchange: Exchange, engines: Sequence[Engine]) -> Prompt | None:
+    async def _found(self, exchange: Exchange, engines: Sequence[Engine]) -> Prompt:
         models = {base_url(model.url): model for model in self._instances.models() if model.url}
         able = [engine for engine in engines if engine.url in models]
         is_untold = any(exchange.body.get(name) is not None for name in _UNTOLD)
         if exchange.route not in _TOKENIZED or not able or self._chunks is None or is_untold:
-            return None
+            raise SelectionError("no chunks' keys can be computed from such a request")
         engine = min(able, key=self._asked_first)
-        if exchange.model in self._health.of(engine.url).adapters:  # an adapter's chunks have other keys
-            return None
+        if exchange.model in self._health.of(engine.url).adapters:
+            raise SelectionError(f"an adapter's chunks have other keys: {exchange.model!r}")
         async with asyncio.timeout(FIND_S):
             tokens = await self._tokens(exchange, engine)
         salt = exchange.body.get("cache_salt")

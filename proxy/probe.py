@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from pdx.errors import Exhausted, LegFailed
+from pdx.errors import Exhausted, LegFailed, RequestRefused
 from pdx.proxy.engines import Engine, Engines
-from pdx.proxy.health import PROBE_S, EngineState, Reason
+from pdx.proxy.health import FULL, PROBE_S, EngineState, Reason
 from pdx.proxy.leg import Legs, failed
 from pdx.proxy.reply import error_body
 from pdx.telemetry.env import Env
@@ -62,6 +62,7 @@ class Probes:
         self._tasks: set[asyncio.Task[object]] = set()
         self._probe_slots = asyncio.Semaphore(_AT_ONCE)
         self._list_slots = asyncio.Semaphore(_LISTS_AT_ONCE)  # for all clients together; besides, one per engine
+        self._search_slots = asyncio.Semaphore(_LISTS_AT_ONCE)  # of `holder`
 
     def look(self) -> None:
         """Start the probes that are due."""
@@ -109,6 +110,10 @@ class Probes:
             if failure.reason is Reason.TIMEOUT and record.heard_at >= began_at:
                 self._health.not_probed(record)  # it is busy: its streams go on
             else:
+                if failure.unsent and record.state is EngineState.SUSPECT and not engine.named:
+                    record.well_at = float(
+                        "-inf"
+                    )  # unless reported, it is forgotten: another server may get its address
                 self._health.probed(record, f"GET /health: {failure.why}", answers=False)
         except Exhausted:
             self._health.not_probed(record)
@@ -128,7 +133,7 @@ class Probes:
         except LegFailed as failure:
             return f"one token: {failure.why}", False
         if answer.status != 200:
-            is_fault = answer.failure is not None and answer.status != 429
+            is_fault = answer.failure is not None and answer.failure not in FULL
             return (f"one token: status {answer.status}" if is_fault else ""), False
         try:
             is_one = bool(json.loads(raw)["choices"])
@@ -180,11 +185,14 @@ class Probes:
         return found
 
     async def holder(self, name: str, headers: Mapping[str, str]) -> Engine | None:
-        """The engine that stores the response of this name, for a client with these headers."""
+        """The engine that stores the response of this name, for a client with these headers.
+
+        :raises RequestRefused: too many others are being looked for.
+        """
 
         async def asked(engine: Engine) -> Engine | None:
             with suppress(LegFailed, Exhausted):  # if this process cannot connect, the request's leg will say so
-                async with self._list_slots:
+                async with self._search_slots:
                     path = f"/v1/responses/{quote(name, safe='', errors='replace')}"
                     answer, _ = await self._legs.ask(engine, path, headers=headers, timeout_s=_LIST_S)
                     return engine if answer.status == HTTPStatus.OK else None
@@ -195,10 +203,14 @@ class Probes:
             return None
         asking = [asyncio.create_task(asked(engine)) for engine in engines]
         try:
-            for each in asyncio.as_completed(asking):
-                if (found := await each) is not None:
-                    return found  # the others may hang
+            async with asyncio.timeout(_ALL_S):
+                for each in asyncio.as_completed(asking):
+                    if (found := await each) is not None:
+                        return found  # the others may hang
             return None
+        except TimeoutError as error:  # engines that were asked have answered or failed by now
+            text = "too many requests ask at once which engine stores a response; come back later"
+            raise RequestRefused(429, text, retry_after_s=1) from error
         finally:
             for task in asking:
                 task.cancel()
@@ -224,7 +236,8 @@ class Probes:
         elif answer.status in _REFUSED:
             record.list_at = float("-inf")  # the next client's key may be accepted
         elif answer.status in _HAS_NONE:
-            record.models = {}
+            # An engine's list does not go away: this may be another server, at the address of one that has ended.
+            record.models = None if engine.detached and record.models != {} else {}
         return answer.status, raw, cards
 
     def _kept_for(self, headers: Mapping[str, str]) -> _Kept:
@@ -254,11 +267,12 @@ class Probes:
 
     async def _cards_of(self, engine: Engine, headers: Mapping[str, str], give_up_at: float) -> list[dict[str, Any]]:
         try:
-            async with self._list_slots:
+            async with asyncio.timeout(_LIST_S) as turn, self._list_slots:
+                turn.reschedule(None)  # what follows has a limit of its own
                 if self._health.clock() >= give_up_at:
                     return []
                 _, _, found = await self.learn(engine, headers)
-        except LegFailed:
+        except (LegFailed, TimeoutError):
             return []
         return found or []
 

@@ -17,7 +17,7 @@ from pdx.proxy import answer, body, headers, request_log, router
 from pdx.proxy.control import Control
 from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.exchange import Drain, Exchange
-from pdx.proxy.health import ANSWERED, UNSENT, Reason
+from pdx.proxy.health import ANSWERED, FULL, UNSENT, Reason
 from pdx.proxy.leg import Asked, Legs, failed
 from pdx.proxy.locating import Locating
 from pdx.proxy.metrics import Metrics, Outcome
@@ -265,7 +265,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                 exchange.set_mode(exchange.mode, exchange.timeline.why)
             return await self._ask_prefill(exchange, exchange.planned, headers.to_prefill(sent))
 
-        final = frozenset(Reason) - UNSENT - {Reason.STATUS_429} if is_early else {Reason.STATUS_4XX}
+        final = frozenset(Reason) - UNSENT - FULL if is_early else {Reason.STATUS_4XX}
         return await self._attempt(exchange, "prefill", choose, ask, final=final)
 
     def _heed_obstacle(self, exchange: Exchange, pair: Pair) -> None:

@@ -61,16 +61,17 @@ def base_url(text: str) -> str:
 
     :raises ConfigError: it is not a plain http(s) base URL; credentials in it would end up in logs and metrics.
     """
+    shown = "" if {"@", "?"} & set(text) else f": {text!r:.100}"  # an error must not quote a password or a token
+    wrong = ConfigError(f"not an engine's URL{shown}; write http://HOST:PORT, without user, query or fragment")
     try:
         parts = urlsplit(text.rstrip("/"))
         host = parts.hostname or ""
         is_host = _ip(host) is not None or _URL_HOST.fullmatch(host) is not None
         plain = parts.scheme in _PLAIN_PORTS and is_host and parts.port != 0
     except ValueError as error:
-        raise ConfigError("an engine's URL does not parse; write http://HOST:PORT") from error
+        raise wrong from error
     if not plain or parts.username or parts.password or parts.query or parts.fragment:
-        shown = "" if {"@", "?"} & set(text) else f": {text!r:.100}"  # an error must not quote a password or a token
-        raise ConfigError(f"not an engine's URL{shown}; write http://HOST:PORT, without user, query or fragment")
+        raise wrong
     port = "" if parts.port in (None, _PLAIN_PORTS[parts.scheme]) else f":{parts.port}"
     return f"{parts.scheme}://{bracketed(spelled(host))}{port}{parts.path}"
 

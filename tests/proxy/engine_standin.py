@@ -253,8 +253,10 @@ class StandIn:
         if self.fault == "reset":
             request.transport.abort()
             await asyncio.Event().wait()
-        if self.fault == "error_event":
-            text = b'data: {"error": {"message": "the engine is dead", "type": "E", "code": 500}}\n\ndata: [DONE]\n\n'
+        if self.fault in ("error_event", "full_event"):
+            code = 500 if self.fault == "error_event" else 503
+            text = b'data: {"error": {"message": "the engine is dead", "type": "E", "code": %d}}\n\n' % code
+            text += b"data: [DONE]\n\n"
             return web.Response(body=text, content_type="text/event-stream")
         if self.fault == "elsewhere":
             return web.Response(status=307, headers={"Location": "http://127.0.0.1:1/"})

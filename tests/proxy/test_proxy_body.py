@@ -320,6 +320,11 @@ async def test_a_body_that_is_announced_too_large_or_becomes_so_is_refused():
         assert (await made.post(COMPLETIONS, large(2)))[0] == 200, "nothing is held of them"
 
 
+async def test_each_worker_has_room_for_the_largest_body():
+    async with cluster(workers=8, max_body_bytes=4 * PIECE, max_bodies_bytes=16 * PIECE) as made:
+        assert (await made.post(COMPLETIONS, large(3)))[0] == 200
+
+
 async def test_a_connection_closed_before_its_body_is_no_internal_error():
     """It makes room for others, or its client goes: aiohttp says so with a RuntimeError."""
     intake = Intake(each_bytes=PIECE, all_bytes=PIECE, timeout_s=60.0)
@@ -330,7 +335,7 @@ async def test_a_connection_closed_before_its_body_is_no_internal_error():
 
 
 async def test_all_bodies_together_are_bounded():
-    async with cluster(max_bodies_bytes=4 * PIECE) as made:
+    async with cluster(max_body_bytes=4 * PIECE, max_bodies_bytes=4 * PIECE) as made:
         writers = []
         for _ in range(4):
             _, writer = await begin(made.url, 2 * PIECE)
@@ -359,7 +364,7 @@ async def test_all_bodies_together_are_bounded():
 
 
 async def test_a_body_counts_until_its_request_ends():
-    async with cluster(max_bodies_bytes=3 * PIECE) as made:
+    async with cluster(max_body_bytes=3 * PIECE, max_bodies_bytes=3 * PIECE) as made:
         made.decode.fault = "hold"
         request = asyncio.create_task(made.post(COMPLETIONS, large(1)))
         await within(made.decode.arrived.wait())

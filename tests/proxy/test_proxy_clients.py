@@ -106,6 +106,7 @@ async def test_nonsense_is_refused_and_told_what_is_wrong():
         (b'{"a":' + b"[" * 200_000, "application/json", 400, ""),
         (b'{"prompt":"%b"}' % LONG, "application/json", 413, LIMIT),
         (b'{"prompt":"x"}', "text/plain", 400, "Content-Type is text/plain; send JSON, as application/json"),
+        (b'{"prompt":"x"}', "application/json; x*=idna''b", 400, "x*=idna''b; send JSON, as application/json"),
     ]
     async with cluster(max_body_bytes=1 << 18) as made:
         for raw, kind, status, said in cases:

@@ -356,13 +356,14 @@ def test_what_began_before_the_engine_failed_does_not_make_it_well(health):
     assert health.of(URL).avoided
 
 
-def test_an_engine_that_speaks_to_others_does_not_hang(clock, health):
+@pytest.mark.parametrize("reason", [Reason.TIMEOUT, Reason.STATUS_503])
+def test_an_engine_that_speaks_to_others_does_not_hang_and_may_be_full(clock, health, reason):
     use = health.begin(URL)
     health.of(URL).heard_at = clock.now - 59
-    health.failed(use, Reason.TIMEOUT)
+    health.failed(use, reason)
     assert not health.of(URL).avoided
     clock.now += 2
-    health.failed(use, Reason.TIMEOUT)
+    health.failed(use, reason)
     assert health.of(URL).avoided
 
 

@@ -9,7 +9,7 @@ import pytest
 from engine_standin import Server, StandIn, transfer_of
 from proxy_harness import BODY, CHAT, COMPLETIONS, FORWARDED, HALF, TALK, cluster, events, patience, until, within
 
-from pdx.proxy import leg, relay
+from pdx.proxy import health, leg, relay
 from pdx.proxy.routes import Route
 
 
@@ -50,8 +50,8 @@ PROMPTS = {**BODY, "prompt": [FORWARDED, HALF]}  # its decode leg follows the ot
 # ---- the prefill leg ----------------------------------------------------------------------------
 
 OF_COMPLETIONS = {"refuse": "refused", "reset": "reset", 500: "status_5xx", "hang": "timeout", 202: "malformed"}
-OF_COMPLETIONS |= {400: "status_4xx", 429: "status_429", "nonsense": "malformed", "elsewhere": "redirect"}
-OF_COMPLETIONS["abort"] = "malformed"
+OF_COMPLETIONS |= {400: "status_4xx", 429: "status_429", 503: "status_503", "nonsense": "malformed"}
+OF_COMPLETIONS |= {"elsewhere": "redirect", "abort": "malformed"}
 OF_CHATS = [(False, 500, "status_5xx"), (True, "reset", "reset"), (True, "defect", "internal")]
 
 
@@ -80,17 +80,20 @@ async def test_prefill_fails_and_one_engine_serves_alone(path, stream, fault, re
         assert await made.metric("pdx_proxy_events_total", event="internal_errors") == (fault == "defect")
 
 
-@pytest.mark.parametrize("fault", ["refuse", "nonsense"])
-async def test_another_prefill_engine_takes_over(fault):
+@pytest.mark.parametrize(
+    ("fault", "body"), [("refuse", PROMPTS), ("nonsense", PROMPTS), (503, PROMPTS), (429, BODY), (503, BODY)]
+)
+async def test_another_prefill_engine_takes_over(fault, body):
+    """Beside a decode leg that is under way, only for one that is full: it has not begun."""
     async with cluster(prefills=2) as made:
-        want = await expected(made, PROMPTS)
+        want = await expected(made, body)
         await broken(made.prefill, fault)
-        status, headers, raw = await made.post(COMPLETIONS, PROMPTS)
+        status, headers, raw = await made.post(COMPLETIONS, body)
         assert (status, headers["x-pdx-mode"], text_of(raw)) == (200, "sampled", want)
         assert await made.metric("pdx_proxy_failovers_total", leg="prefill") == 1
         assert {transfer_of(made.prefills[1]), transfer_of(made.decode)} == {headers["x-pdx-transfer-id"]}
         assert (await made.timeline(headers["x-pdx-transfer-id"]))["outcome"] == "ok"
-        if fault != "refuse":  # nodes do not take up a transfer again whose writer failed
+        if fault != "refuse" and body is PROMPTS:  # nodes do not take up a transfer again whose writer failed
             assert transfer_of(made.prefill) != headers["x-pdx-transfer-id"]
             assert await made.node.cancelled() == transfer_of(made.prefill)
 
@@ -137,7 +140,7 @@ async def test_nodes_are_told_where_no_engine_decodes(made, broken, reason, code
 
 # ---- the decode leg -----------------------------------------------------------------------------
 
-DEAD = {"reset": 502, "hang": 502, 500: 500, 429: 429, "nonsense": 502, "elsewhere": 502, "abort": 502}
+DEAD = {"reset": 502, "hang": 502, 500: 500, 503: 503, 429: 429, "nonsense": 502, "elsewhere": 502, "abort": 502}
 
 
 @pytest.mark.parametrize(
@@ -357,6 +360,17 @@ async def test_a_client_that_leaves_after_the_end_of_a_stream_is_not_gone(made, 
 
 
 # ---- nodes --------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_has_ended_and_is_not_reported_is_forgotten_before_its_address_is_anothers(monkeypatch):
+    monkeypatch.setattr(health, "FIRST_S", 0.05)
+    async with cluster(decodes=2, named=False, heartbeat_timeout_s=600.0, probe_s=0.05) as made:
+        ended, *left = (("d0", "decode", made.decode.url), ("d1", "decode", made.decodes[1].url))
+        await made.node.report(ended, *left)
+        await made.metric_reaches(1, "pdx_proxy_engine_ready", url=made.decode.url)
+        await made.decode.stop()
+        await made.node.report(*left)
+        await until(lambda: [each.name for each in made.proxy.engines.all()] == ["d1"])
 
 
 @pytest.mark.parametrize(("leg", "how", "stream"), [("prefill", "vanishes", True), ("decode", "falls silent", False)])

@@ -9,10 +9,11 @@ import aiohttp
 import pytest
 from proxy_harness import BODY, COMPLETIONS, Ahead, cluster, until, within
 
+from pdx.errors import RequestRefused
 from pdx.proxy import health as health_module
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import EngineState, Health, Reason
-from pdx.proxy.leg import OWN_LACK, failed
+from pdx.proxy.leg import OWN_LACK, Answer, failed
 from pdx.proxy.probe import Probes
 from pdx.telemetry.env import Env
 
@@ -72,6 +73,21 @@ async def test_an_engine_behind_a_key_is_on_trial_until_a_request_succeeds():
         bad.seen.clear()
         assert {(await ask())[0] for _ in range(4)} == {200}
         assert len(bad.seen) == 2
+
+
+@pytest.mark.parametrize("serves", [False, True])
+async def test_an_engine_that_answers_503_is_full_if_it_serves_others(serves, monkeypatch):
+    """vLLM says so of a full queue. What says so to everybody, such as a gateway without an engine, gets no more."""
+    monkeypatch.setattr(health_module, "FIRST_S", 3600.0)
+    async with cluster(prefills=0, decodes=2) as made:
+        for _ in range(2 if serves else 0):
+            assert (await made.post(COMPLETIONS, BODY))[0] == 200
+        made.decode.fault = 503
+        made.decode.seen.clear()
+        for _ in range(4):
+            assert (await made.post(COMPLETIONS, {**BODY, "best_of": 2}))[0] == 200
+        assert len(made.decode.seen) == (4 if serves else 1)
+        assert await made.metric("pdx_proxy_engine_ready", url=made.decode.url) == serves
 
 
 async def test_a_request_that_fails_everywhere_pardons_no_broken_connection():
@@ -176,6 +192,72 @@ def test_a_list_of_models_does_not_wait_for_each_engine_that_hangs(well):
     assert len(asked) < 10
 
 
+@pytest.mark.parametrize(("status", "state"), [(401, "trial"), (429, "trial"), (503, "trial"), (500, "suspect")])
+def test_one_that_is_full_does_not_tell_whether_it_generates(status, state):
+    """Nor by one that wants a key. Such an engine gets one request at a time until it takes one."""
+    engine = Engine(url="http://e", name="e", prefills=True, decodes=True, named=True)
+
+    async def ask(engine, path, *, headers, timeout_s, payload=None):
+        answer = Answer(engine, health, None, timeout_s, timeout_s)
+        answer.arrived(Mock(status=200 if payload is None else status))
+        return answer, b""
+
+    async def main():
+        probes.look()
+        await until(lambda: not health.of(engine.url).is_probing)
+
+    probes, health = probes_of(lambda: 0.0, [engine], ask)
+    health.failed(health.begin(engine.url), Reason.RESET)
+    health.of(engine.url).probe_at = 0.0
+    asyncio.run(main())
+    assert health.of(engine.url).state == state
+
+
+def run_ahead(main):
+    """The result of a test's coroutine, on a clock that goes to the next timer at once."""
+    with asyncio.Runner(loop_factory=Ahead) as runner:
+        return runner.run(main)
+
+
+async def hung(engine, path, *, headers, timeout_s):
+    """No answer from the engines without a node."""
+    if not engine.node:
+        await asyncio.sleep(timeout_s)
+        raise failed(Reason.TIMEOUT, engine)
+    return Mock(status=404 if "responses" in path else 200, failure=None), b'{"data": [{"id": "m"}]}'
+
+
+def test_who_looks_for_responses_where_an_engine_hangs_keeps_nobody_from_the_models_and_is_told_in_time():
+    async def main():
+        clock = asyncio.get_running_loop().time
+        known = [
+            Engine(url=f"http://{n}", name="e", prefills=True, decodes=True, named=True, node=n) for n in ("n", "")
+        ]
+        probes, _ = probes_of(clock, known, hung)
+        searches = [asyncio.create_task(probes.holder(f"r{number}", {})) for number in range(200)]
+        await asyncio.sleep(0.1)
+        await probes.answer({})
+        listed_s = clock()
+        found = await asyncio.gather(*searches, return_exceptions=True)
+        return listed_s, clock(), found
+
+    listed_s, ended_s, found = run_ahead(main())
+    assert listed_s < 3
+    assert ended_s < 5
+    assert found[0] is None
+    assert (type(found[-1]), found[-1].status, found[-1].retry_after_s) == (RequestRefused, 429, 1)
+
+
+def test_a_request_of_a_new_model_does_not_wait_for_each_engine_that_hangs():
+    async def main():
+        known = [Engine(url=f"http://{n}", name="e", prefills=True, decodes=True, named=True) for n in range(100)]
+        probes, _ = probes_of(asyncio.get_running_loop().time, known, hung)
+        await probes.place("new", {})
+        return asyncio.get_running_loop().time()
+
+    assert run_ahead(main()) < 5
+
+
 def test_many_engines_that_hang_keep_no_other_from_being_probed():
     async def main():
         known = [Engine(url=f"http://e{n}", name="e", prefills=True, decodes=True, named=True) for n in range(401)]
@@ -193,8 +275,7 @@ def test_many_engines_that_hang_keep_no_other_from_being_probed():
         await probes.close()
         return asyncio.get_running_loop().time()
 
-    with asyncio.Runner(loop_factory=Ahead) as runner:
-        assert runner.run(main()) < 40
+    assert run_ahead(main()) < 40
 
 
 def test_clients_who_name_many_keys_do_not_take_all_descriptors():

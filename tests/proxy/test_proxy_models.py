@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from engine_standin import Server
 from proxy_harness import BODY, CHAT, COMPLETIONS, TALK, cluster, until
 
 from pdx.proxy import health, probe
+from pdx.proxy.engines import Engine
+from pdx.telemetry.env import Env
 
 FORMS = [(COMPLETIONS, {**BODY, "stream": True}), (CHAT, TALK)]
 
@@ -116,6 +119,22 @@ async def test_a_name_that_nobody_has_asks_for_lists_once_in_a_while():
         listed = made.decode.listed
         await asyncio.gather(*(made.post(COMPLETIONS, {**BODY, "model": "c"}) for _ in range(10)))
         assert made.decode.listed == listed + 1
+
+
+@pytest.mark.parametrize(
+    ("detached", "before", "after"),
+    [(False, None, {}), (False, {"m": None}, {}), (True, {}, {}), (True, {"m": None}, None), (True, None, None)],
+)
+async def test_what_has_no_list_at_the_address_of_an_engine_that_had_one_has_not_every_model(detached, before, after):
+    """Of an engine that a node reports, or that had none before, that is so."""
+    engine = Engine(url="http://e", name="e", prefills=True, decodes=True, named=False, detached=detached)
+    env = Env(lambda: 0.0)
+    found = health.Health(env, silence_s=60.0)
+    found.of(engine.url).models = before
+    legs = Mock(ask=AsyncMock(return_value=(Mock(status=404, failure=None), b"")))
+    probes = probe.Probes(Mock(health=found), legs, env, first_byte_timeout_s=600.0)
+    await probes.learn(engine, {})
+    assert found.of(engine.url).models == after
 
 
 async def test_an_engine_that_is_well_is_not_asked_for_its_list_with_each_probe(monkeypatch):

@@ -160,6 +160,15 @@ async def test_without_tokens_in_time_a_request_is_placed_by_load(monkeypatch):
         assert made.proxy.env.counters["placed_without_tokens"] == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/responses", {"input": "beta"}), (CHAT, {"messages": [], "documents": []})]
+)
+async def test_who_could_not_be_placed_by_tokens_is_counted(path, body):
+    async with pairs() as made:
+        await made.post(path, body)
+        assert made.proxy.env.counters["placed_without_tokens"] == 1
+
+
 async def test_a_decoder_that_has_the_prompt_does_without_a_prefill_engine():
     async with pairs(min_split_tokens=16) as made:
         load(made)

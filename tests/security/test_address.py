@@ -50,6 +50,8 @@ def test_an_engine_has_one_identity_however_its_url_is_spelled(text, url):
 def test_what_is_no_url_of_an_engine_is_named_unless_a_password_is_in_it():
     with pytest.raises(ConfigError, match="'localhost:8000'; write http://HOST:PORT"):
         base_url("localhost:8000")
+    with pytest.raises(ConfigError, match="'http://x:99999'; write http://HOST:PORT"):
+        base_url("http://x:99999")
     with pytest.raises(ConfigError, match="^not an engine's URL; write"):
         base_url("http://user:secret@host:8000")
     with pytest.raises(ConfigError, match="^not an engine's URL; write"):
