@@ -396,7 +396,8 @@ def _fault(answer: Answer, event: bytes) -> tuple[LegFailed, Outcome]:
         code = int(json.loads(found)["error"]["code"])
     if 500 <= code <= 599:
         said = Refusal(code, found, "application/json", answer.headers)
-        return failed(Reason.STATUS_5XX, answer.engine, f"an error {code} in its stream", answer=said), Outcome.BROKEN
+        reason = Reason.STATUS_503 if code == 503 else Reason.STATUS_5XX
+        return failed(reason, answer.engine, f"an error {code} in its stream", answer=said), Outcome.BROKEN
     # Without a code, the request itself may be the cause.
     outcome = Outcome.CLIENT_ERROR if 400 <= code <= 499 else Outcome.BROKEN
     return failed(Reason.STATUS_4XX, answer.engine, f"an error {code or 'without a code'} in its stream"), outcome

@@ -257,17 +257,21 @@ async def test_a_continuation_is_refused():
 # ---- streams ------------------------------------------------------------------------------------
 
 
-async def test_an_error_in_place_of_a_first_event_goes_to_no_client():
-    """So vLLM answers a streamed request whose engine core is dead."""
+@pytest.mark.parametrize(
+    ("fault", "code", "reason"), [("error_event", 500, "status_5xx"), ("full_event", 503, "status_503")]
+)
+async def test_an_error_in_place_of_a_first_event_goes_to_no_client(fault, code, reason):
+    """So vLLM answers a streamed request whose engine core is dead, or whose queue became full meanwhile."""
     async with cluster(prefills=0, decodes=2) as made:
         want = await expected(made)
         for engine in made.decodes:
-            engine.fault = "error_event"
+            engine.fault = fault
             status, _, raw = await made.post(COMPLETIONS, {**BODY, "suffix": "", "stream": True})
-            assert status in (200, 500)
+            assert status in (200, code)
             if status == 200:
                 assert text_of(raw, stream=True) == want
-        assert (status, json.loads(raw)["error"]["message"]) == (500, "the engine is dead")
+        assert (status, json.loads(raw)["error"]["message"]) == (code, "the engine is dead")
+        assert await made.metric("pdx_proxy_failovers_total", reason=reason) >= 1
         assert all(engine.seen for engine in made.decodes)
 
 
