@@ -176,7 +176,7 @@ _ENGINE: dict[str, tuple[str, ...]] = {
     "copied_seconds": ("Time of these copies, added up; of saves on a GPU with what they wait for.", "direction"),
 }
 _PROXY_COUNTERS = {
-    "requests": ("Requests finished.", "route", "mode", "outcome"),
+    "requests": ("Requests finished; `broken`: an engine died or ended in an error.", "route", "mode", "outcome"),
     "fallbacks": ("Requests that could not be served in the mode planned for them.", "reason"),
     "failovers": ("Legs given to another engine.", "leg", "reason"),
     "exhausted": ("Requests refused for lack of descriptors, ports, buffers or room for bodies.", "lack"),
