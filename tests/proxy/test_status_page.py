@@ -97,8 +97,8 @@ async def test_a_request_is_shown_until_it_ends_with_what_became_of_it(made):
     assert not any(word in raw for word in (b"secret", b"s3cret", b"mallory"))
     shown = msgspec.json.decode(raw, type=Overview)
     [request], [fallback] = shown.requests, shown.fallbacks
-    assert (request.mode, request.why, request.outcome) == ("alone", "prefill_status_5xx", "")
-    assert (fallback.id, fallback.why) == (request.id, "prefill_status_5xx")
+    assert (request.mode, request.why, request.outcome) == ("alone", "prefill_status_503", "")
+    assert (fallback.id, fallback.why) == (request.id, "prefill_status_503")
     made.decode.released.set()
     assert (await asked)[0] == 200
     made.pass_time(status.FRESH_S)
