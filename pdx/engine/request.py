@@ -200,7 +200,7 @@ class TrackedRequest:
         self.gathered_bytes = Counter[int]()  # of one shard, by cache group
         self.state_ends: set[int] = set()  # ends of chunks in whose block the engine has kept a state
         self.computed_end = 0
-        self.decoded_end = 0  # chunks before this one were considered for saving
+        self.decoded_end = self.num_prompt_chunks  # those before this one were considered for saving
         self.local_tokens = 0  # that the engine's own cache had at its last lookup
         self.vouched = 0  # tokens from that cache or from the store: no other connector's promise
 
@@ -325,6 +325,13 @@ class TrackedRequest:
         claimed = self.params.prefill_tokens or num_prompt
         return claimed - self._groups.has_state if claimed <= num_prompt else 0
 
+    @property
+    def num_prompt_chunks(self) -> int:
+        """Of its prompt, which grows with a session's inputs; of a decode leg, those of its transfer: its prompt may
+        end with the first generated token."""
+        num_tokens = self.transfer_tokens if self.is_decode else 0
+        return self._groups.whole_chunks(int(num_tokens or self.request.num_prompt_tokens))
+
     # ---- what becomes void ------------------------------------------------------------------
 
     def reset(self, fingerprint: bytes) -> None:
@@ -332,7 +339,7 @@ class TrackedRequest:
         self.keys = RequestKeys(self.request, self._groups, fingerprint)
         self.moving = Moving() if self.moving is not None else None
         self.step(Step.VOID)
-        self.decoded_end = 0
+        self.decoded_end = self.num_prompt_chunks
         node = self.node
         node.grants.clear()
         node.hits = Hits(lease=node.hits.lease) if self.is_loading else Hits()  # needed until the load ends

@@ -193,14 +193,16 @@ class StoreLookup:
     # ---- room that is not waited for --------------------------------------------------------
 
     def reserve_late(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
-        """Ask for room for chunks that generated tokens fill up to `end`; take the answer, also to `reserve_again`.
+        """Ask for room for chunks that generated tokens, or later inputs of a session, fill up to `end`; take the answer,
+        also to `reserve_again`.
 
         Does not wait: the answer arrives in one of the next steps, when the request still has its blocks. Only models
         with states wait: a state is gone after the step that follows.
         """
         try:
             if tracked.node.late is None:
-                first, last = self._first_decoded(tracked), end // self._layout.chunk_tokens
+                first = tracked.decoded_end
+                last = min(end // self._layout.chunk_tokens, first + self._max_chunks)
                 is_tail = tracked.is_prefill and end <= tracked.request.num_prompt_tokens  # the transfer carries it
                 if self._saves_decoded and first < last and not is_tail:
                     tracked.decoded_end = last
@@ -220,15 +222,6 @@ class StoreLookup:
     def _saves_decoded(self) -> bool:
         return self._config.save and self._config.save_decode
 
-    def _first_decoded(self, tracked: TrackedRequest) -> int:
-        """The first chunk of generated tokens that has not been asked for."""
-        return max(tracked.decoded_end, self._num_prompt_chunks(tracked))
-
-    def _num_prompt_chunks(self, tracked: TrackedRequest) -> int:
-        """Of the prompt; for a decode leg, of its transfer: its prompt may end with the first generated token."""
-        num_tokens = tracked.transfer_tokens if tracked.is_decode else 0
-        return self._groups.whole_chunks(int(num_tokens or tracked.request.num_prompt_tokens))
-
     def reserve_again(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Ask for room again: chunks were evicted before they were loaded, so they are computed again and saved."""
         if tracked.node.late is not None or not (tracked.saves and self._config.save):
@@ -243,7 +236,7 @@ class StoreLookup:
             return False
         if tracked.node.grants or tracked.node.late is not None or tracked.is_prefilling:
             return True
-        next_end = (self._first_decoded(tracked) + 1) * self._groups.chunk_tokens
+        next_end = (tracked.decoded_end + 1) * self._groups.chunk_tokens
         return self._saves_decoded and len(tracked.block_ids) * self._layout.block_tokens >= next_end
 
     def _ask_late(self, tracked: TrackedRequest, connection: Connection, first: int, end: int) -> None:
@@ -377,7 +370,7 @@ class StoreLookup:
             self.mark(tracked, connection, Event.FOUND, tokens=tracked.node.hits.tokens)
         if tracked.node.reserved:  # not if hits have gone: each chunk of the prompt must be a hit or have room
             granted = {grant.first_token // self._groups.chunk_tokens for grant in tracked.node.grants}
-            is_covered = granted.issuperset(range(tracked.node.hits.num_whole, self._num_prompt_chunks(tracked)))
+            is_covered = granted.issuperset(range(tracked.node.hits.num_whole, tracked.num_prompt_chunks))
             tracked.node.reserved = not self._takes_room(tracked) or is_covered
             return
         tracked.node.reserved = True

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from toy_engine import CHUNK, Request, decode_of, hasher, layout, prefill_of
+from toy_engine import BLOCK, CHUNK, Request, decode_of, hasher, layout, prefill_of
 
 from pdx.config import ConnectorConfig
 from pdx.engine.params import parse_params
@@ -478,3 +478,18 @@ def test_a_prefill_leg_asks_for_no_chunk_that_its_tail_has() -> None:
     assert all(group.tail_nbytes for group in question.groups)
     asking.lookup.reserve_late(asking.tracked, asking.node, 2 * CHUNK)
     assert asking.node.asked == [question]
+
+
+@pytest.mark.parametrize("first", [BLOCK - 1, 2 * CHUNK], ids=["a short input", "a long input"])
+def test_a_sessions_later_inputs_get_room_as_what_it_generates_does(first: int) -> None:
+    """Its prompt grows. Nobody finds what is saved behind a gap."""
+    asking = Asking(first, None, answers(0))
+    assert asking.advance()
+    for count in (3 * CHUNK, CHUNK):
+        asking.request.all_token_ids += range(count)
+        asking.request.num_prompt_tokens = asking.request.num_tokens
+        for _ in range(2):  # ask, and take the answer
+            asking.lookup.reserve_late(asking.tracked, asking.node, asking.request.num_tokens)
+    whole = asking.tracked.keys.leading(first // CHUNK + 4)
+    assert [key for question in asking.node.asked for key in question.keys] == whole
+    assert [grant.first_token for grant in asking.state.grants] == list(range(0, len(whole) * CHUNK, CHUNK))
