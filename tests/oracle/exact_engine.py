@@ -242,8 +242,10 @@ class Engine:
         lora: Any = None,
         pictures: Sequence[Picture] = (),
         priority: int = 0,
+        session: Sequence[int] | None = None,
     ) -> None:
-        """A request for `count` tokens; `params` are its `kv_transfer_params`, `lora` is vLLM's `LoRARequest`."""
+        """A request for `count` tokens; `params` are its `kv_transfer_params`, `lora` is vLLM's `LoRARequest`.
+        `session`: it is an input of a streaming session of this name, which has these tokens by now."""
         parse_params(params)  # one that is refused runs without a transfer, and would test nothing
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0, extra_args=extra)
@@ -257,6 +259,7 @@ class Engine:
             lora_request=lora,
             mm_features=[_feature(each) for each in pictures],
             priority=priority,
+            resumable=session is not None,
         )
         if lora is not None or pictures:
             self._inputs[name] = lora, tuple(pictures)
@@ -266,7 +269,7 @@ class Engine:
             is_prefill = bool(params and params.get("do_remote_decode"))
             assert (is_prefill, bool(self.shape.model_kind.state_block)) == (True, True)
             prompt = prompt[:-1]
-        self._prompts[name] = list(prompt), count
+        self._prompts[name] = [*(session or ()), *prompt], count
 
     def abort(self, name: str) -> None:
         """Its client is gone."""

@@ -16,7 +16,7 @@ from exact_kinds import EVERY_DAY, by_schedulers, with_pdx
 from exact_releases import CAPS, DEFERS, Cap, keep_routes
 from oracle_bed import CHUNK, HISTORY, OracleBed, both, found, of, read_by_another, reader_of, written
 
-from pdx.vllm.releases import moves_groups
+from pdx.vllm.releases import moves_groups, trims_session_hashes
 
 each_kind = pytest.mark.parametrize("kind", with_pdx(*EVERY_DAY, "windows"))
 defers = pytest.mark.skipif(not DEFERS, reason="loads begin at once before vLLM 0.33")
@@ -279,3 +279,25 @@ def test_every_token_of_a_storm_with_failures_told_by_request_is_right(tmp_path:
         storm.play([Event.drawn(rng, kinds, 5) for _ in range(150)])
         storm.settle()
         assert sum(engine.faults.lost for engine in engines)
+
+
+# ---- streaming sessions -----------------------------------------------------------------------
+
+
+@both
+@pytest.mark.skipif(not trims_session_hashes(), reason="streaming sessions are left out before vLLM 0.32")
+@pytest.mark.parametrize("first", [100, 300], ids=["a short input", "a long input"])
+def test_a_streaming_session_is_found_by_its_conversation_sent_anew(
+    bed: OracleBed, asynchronous: bool, first: int
+) -> None:
+    """Its inputs and its answers, but for the last token of each: that one makes way for the next input."""
+    writer, known = bed.engine("writer", asynchronous=asynchronous), list[int]()
+    for number, length in enumerate((first, 700, 10)):
+        prompt = bed.tokens(length, number)
+        writer.ask("session", prompt, 300, session=known)
+        known = [*known, *prompt, *writer.outputs["session"][:-1]]
+    writer.abort("session")
+    writer.run()
+    bed.settled()
+    fresh = bed.engine("fresh", asynchronous=asynchronous)
+    assert found(fresh, "again", known + bed.tokens(30, "again"), 12) >= HISTORY
