@@ -10,6 +10,7 @@ said here.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import time
 from collections.abc import Callable
@@ -110,13 +111,13 @@ class Drafts:
     def _doubted(self, own: TrackedRequest, end_tokens: int) -> list[SlotGrant]:
         """The grants to drop: of chunks without drafts' KV, or computed from such. One layer's KV depends on no other
         token's."""
-        lost = own.node.grants
+        grants = own.node.grants
+        count = bisect.bisect_left(grants, end_tokens, key=lambda grant: grant.first_token)
         if sum(each.num_layers for each in self._groups) > 1:
             own.step(Step.VOID)
-        else:
-            lost = [each for each in lost if each.first_token < end_tokens]
-        own.node.grants = [each for each in own.node.grants if each not in lost]
-        return lost
+            count = len(grants)
+        own.node.grants = grants[count:]
+        return grants[:count]
 
     def computing(self, own: TrackedRequest, step: StepRequest) -> None:
         """The step overwrites the new blocks of its request, drafts' KV included."""

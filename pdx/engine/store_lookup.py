@@ -193,8 +193,8 @@ class StoreLookup:
     # ---- room that is not waited for --------------------------------------------------------
 
     def reserve_late(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
-        """Ask for room for chunks that generated tokens, or later inputs of a session, fill up to `end`; take the answer,
-        also to `reserve_again`.
+        """Ask for room for chunks that generated tokens or later inputs fill up to `end`; take the answer, also to
+        `reserve_again`.
 
         Does not wait: the answer arrives in one of the next steps, when the request still has its blocks. Only models
         with states wait: a state is gone after the step that follows.

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from toy_engine import BLOCK, Request, decode_of, layout, prefill_of
+from toy_engine import BLOCK, CHUNK, Request, decode_of, layout, prefill_of
 
+from pdx.engine.drafts import Drafts
 from pdx.engine.params import parse_params
 from pdx.engine.plan import NO_EPOCH, LoadPlan, PagesPlan, SavePlan
 from pdx.engine.request import LOADING, TRANSITIONS, Asked, Hits, SlotGrant, State, Step, TrackedRequest
@@ -221,6 +222,33 @@ def test_decode_legs_ask_when_they_arrive_as_many_as_the_engine_has_places_for()
     """Their nodes then hear of them before the transfer is over, and the load may begin."""
     turns = Turns(LIMITS)
     assert [turns.add(each, 8) for each in queue(*[500] * 20, params=DECODE)] == [number < 8 for number in range(20)]
+
+
+@pytest.mark.parametrize(("num_layers", "num_lost"), [(1, 3), (2, 8)])
+def test_room_for_doubted_drafts_is_given_up_and_no_grant_is_compared_with_others(
+    num_layers: int, num_lost: int
+) -> None:
+    """Of one layer, what follows is right. A prompt has thousands of grants, and the scheduler waits."""
+    compared = []
+
+    class Grant(SlotGrant):
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return self is other
+
+    groups = CacheGroups.of(layout(num_layers=num_layers, drafter="d"))
+    drafts = Drafts(groups, cast(Any, None))
+    drafts.track(request := tracked("r", 8 * CHUNK), b"")
+    request.take_blocks([list(range(8 * CHUNK // BLOCK))])
+    assert request.drafts is not None
+    grants = [
+        Grant(0, [Slot(4096 * at, 4096, 2)], 4 * at, 4 * at + 4, CHUNK * at, CHUNK * at + CHUNK) for at in range(8)
+    ]
+    request.drafts.node.grants = list(grants)
+    _, lost = drafts.allocated(request, 3 * CHUNK, None)
+    assert lost == grants[:num_lost]
+    assert request.drafts.node.grants == grants[num_lost:]
+    assert compared == []
 
 
 # ---- what rests on blocks that were not loaded; the rest is proven by the oracle ---------------
