@@ -51,6 +51,11 @@ _STALE_HASHES = LeftOut(
     "request %s is neither saved nor found: before 0.32 vLLM keeps hashes of tokens that a streaming session discards; "
     "install 0.32 or newer",
 )
+_MIXED = LeftOut(
+    "unnamed_inputs",
+    "request %s is neither saved nor found: vLLM's hashes do not tell its tokens from its prompt embeddings; send a "
+    "prompt of either",
+)
 _NO_REUSE = LeftOut("", "")  # as intended: neither counted nor logged
 
 
@@ -126,6 +131,8 @@ class Content(BlockHashing):
         may_get_media = hasher is not None and getattr(request, "resumable", False)  # by a later input of its session
         if may_get_media and not trims_session_hashes():
             return _STALE_HASHES
+        if getattr(request, "prompt_is_token_ids", None):  # where an embedding lies, the token is hashed as 0
+            return _MIXED
         if not lora and not media and not may_get_media:
             return None
         if hasher is None or not is_new:

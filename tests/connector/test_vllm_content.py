@@ -356,6 +356,14 @@ def test_requests_that_need_every_token_computed_are_left_out(request_: Any, tak
     assert left_out(engine(), request_()) == (None if takes_part else ""), "nothing is amiss"
 
 
+def test_a_prompt_that_mixes_tokens_and_embeddings_is_left_out() -> None:
+    """vLLM hashes an embedding as the token 0 with that row, and the token 0 beside that row alike."""
+    rows = torch.ones(PROMPT, 8)
+    assert left_out(engine(), request_of(prompt_embeds=rows)) is None
+    mixed = request_of(prompt_embeds=rows, prompt_is_token_ids=[False, *[True] * (PROMPT - 1)])
+    assert left_out(engine(), mixed) == "unnamed_inputs"
+
+
 def test_models_that_cannot_begin_behind_a_prefix_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     content = engine(model_config=SimpleNamespace(is_prefix_caching_supported=False))
     assert "nothing is saved or found for this model" in caplog.text
