@@ -332,16 +332,18 @@ class GpuCopier(PageCopier):
             runs = self._runs([each for each in found if each.moved is None], mapped)
             batches = [Batch.of(self._map(at), its) for at, its in runs.items()]
             turned = [*self._turned_batches(found, mapped)]
-        for batch in batches:
-            self._launch(self._loading, scatter, batch, layers, mapped.place)
-        for moved in turned:
-            self._launch(self._loading, scatter_turned, moved, layers, mapped.place)
-        ended = self._recorded(self._loading)
         try:
-            ended.synchronize()
-        except Exception as error:
-            self.failed(error)
-            raise
+            for batch in batches:
+                self._launch(self._loading, scatter, batch, layers, mapped.place)
+            for moved in turned:
+                self._launch(self._loading, scatter_turned, moved, layers, mapped.place)
+        finally:  # those before one that is refused run all the same, and write to the engine's blocks
+            try:
+                ended = self._recorded(self._loading)
+                ended.synchronize()
+            except Exception as error:
+                self.failed(error)
+                raise
         self._spare.extend((ended,) if fence is None else (fence, ended))
         loaded = {id(each) for each in found if all(map(mapped.arena.is_current, each.slots_of(self._share)))}
         return [each for each in pages if id(each) not in loaded]

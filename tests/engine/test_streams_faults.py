@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fake_cuda import FakeCuda
 from node_harness import MIB
-from stream_bed import Bed, LaggingStreams
-from toy_engine import BLOCK, CHUNK, Request, ToyEngine, prefill_of, tokens
+from stream_bed import Bed, LaggingEvent, LaggingStream, LaggingStreams
+from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, prefill_of, tokens
 
 from pdx.cuda import memory
 from pdx.cuda.memory import num_mapped
@@ -228,6 +228,38 @@ def test_what_cuda_refuses_in_a_step_costs_the_step_alone(
     prompt = tokens(42, CHUNK)
     engine.finish(engine.save(prompt))
     bed.node.wait_sealed(1)
+    assert engine.load(prompt) == CHUNK
+
+
+def test_a_load_is_over_when_all_of_its_kernels_are_also_if_cuda_has_refused_one(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine computes its blocks then, and has others write to them."""
+    engine, prompt = bed.engine(shards=2, ranks=1), tokens(43, CHUNK)
+    engine.finish(engine.save(prompt))
+    bed.node.wait_sealed(2)
+    request = Request("a", prompt)
+    engine.allocate(request, engine.match(request))
+    launch, launches, synchronize = LaggingStreams.launch, iter(range(100)), LaggingEvent.synchronize
+
+    def launch_one(self: LaggingStreams, stream: LaggingStream, *args: Any, **settings: Any) -> None:
+        if next(launches):
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        stream.gate.clear()  # it ends when it is waited for
+        launch(self, stream, *args, **settings)
+
+    def wait(self: LaggingEvent) -> None:
+        engine.streams.loading.gate.set()
+        synchronize(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LaggingStreams, "launch", launch_one)
+        patched.setattr(LaggingEvent, "synchronize", wait)
+        assert engine.finish_load(request) == set(request.block_ids[: CHUNK // BLOCK])
+    assert next(launches) == 2, "two shards, the second of which is refused"
+    assert bed.log.count(("scatter", 0, LAYERS)) == 1
+    engine.finish(request)
+    caplog.clear()  # an exception in a record keeps the node's arena
     assert engine.load(prompt) == CHUNK
 
 
