@@ -30,6 +30,7 @@ TICKET_BYTES = 16
 MAX_SESSIONS = 4096
 MAX_OF_ONE_PROCESS = 256
 MAX_GONE = 256  # models whose last engine is remembered
+_SCHEDULER = -1  # an engine's scheduler half, beside the numbers of its shards
 
 
 class Session:
@@ -93,7 +94,7 @@ class Session:
 
 
 class Sessions:
-    """All attached processes, by connection, by pidfd, and workers by engine and shard.
+    """All attached processes, by connection, by pidfd, and those of engines by engine and shard.
 
     `fd` is readable when a process has ended; waiting for it costs the same for any number of processes.
     """
@@ -176,7 +177,10 @@ class Sessions:
             )
         for place in _places(hello):
             if place in self._workers:
-                raise ProtocolError(f"engine {hello.engine!r} has a worker of shard {place[1]} already")
+                half = "a scheduler" if place[1] == _SCHEDULER else f"a worker of shard {place[1]}"
+                raise ProtocolError(
+                    f"engine {hello.engine!r} has {half} already: give each engine of this host an engine_id of its own"
+                )
         if len(self._by_route) >= MAX_SESSIONS:
             raise NodeError(f"{MAX_SESSIONS} processes are attached already")
         if self._by_pid[pid] >= MAX_OF_ONE_PROCESS:
@@ -228,7 +232,9 @@ class Sessions:
 
 
 def _places(hello: Hello) -> list[tuple[str, int]]:
-    """The engine and number of each shard that a worker writes."""
+    """What one process of an engine has: the engine and number of each shard that it writes, or its scheduler half."""
+    if hello.kind == "scheduler":
+        return [(hello.engine, _SCHEDULER)]
     if hello.kind != "worker":
         return []
     return [(hello.engine, shard) for shard in range(hello.shard, hello.shard + hello.shards)]

@@ -188,7 +188,9 @@ def test_connections_that_say_nothing_never_take_the_last_descriptors(start_node
             assert isinstance(late.hello(), Welcome)
 
 
-def test_a_shard_has_one_worker_and_the_next_one_when_that_is_gone(node, attach):
+def test_an_engine_has_one_scheduler_half_and_a_shard_one_worker_and_the_next_ones_when_these_are_gone(node, attach):
+    """A second server with the same `engine_id` would be told of chunks that its workers do not get."""
+    scheduler = attach(node, kind="scheduler", engine="e")
     first = attach(node, kind="worker", engine="e", shard=1)
     attach(node, kind="worker", engine="another", shard=1)
     attach(node, kind="worker", engine="e", shard=2, shards=2)
@@ -196,10 +198,13 @@ def test_a_shard_has_one_worker_and_the_next_one_when_that_is_gone(node, attach)
         for shard, taken in ((1, 1), (3, 3)):
             refused = second.hello(kind="worker", engine="e", shard=shard)
             assert f"'e' has a worker of shard {taken} already" in refused.text
+        assert "'e' has a scheduler already: give each" in second.hello(kind="scheduler", engine="e").text
         refused = second.hello(kind="worker", engine="e", shard=1023, shards=2)
         assert "shards 1023 to 1025, where 1024 are the most" in refused.text
         first.ask(Bye())
         assert isinstance(second.hello(kind="worker", engine="e", shard=1), Welcome)
+    scheduler.ask(Bye())
+    attach(node, kind="scheduler", engine="e")
     with Wire(node.address) as reader:
         assert isinstance(reader.hello(kind="worker", engine="e", shard=3, shards=0), Welcome), "which only reads it"
 
