@@ -326,6 +326,7 @@ def test_media_of_a_realtime_session_are_named_once_and_before_they_are_encoded(
     request.num_computed_tokens, names = BLOCK, list[str]()
     with calls_run() as calls:
         for sound in range(BLOCK * 5 // 2):
+            request.append_output_token_ids(9)  # for which the next input is taken
             add_input(request, [7], feature := picture(float(sound), f"sound {sound}", 0))
             names.append(feature.identifier)
             request.num_computed_tokens += 1

@@ -155,13 +155,9 @@ def test_what_is_loaded_for_peers_has_one_bound_for_all_questions(cluster_with_d
     ((disk,),) = service.tiers.below
     monkeypatch.setattr(disk, "load", jobs.append)  # it hangs
     monkeypatch.setattr("pdx.store.paying.MIN_LOAD_S", 0.1)
-    with (
-        engine(cluster, "a") as first,
-        engine(cluster, "a") as a,
-        attached(cluster.address("a"), kind="worker", engine="engine-a") as worker,
-    ):
+    with engine(cluster, "a") as a, attached(cluster.address("a"), kind="worker", engine="engine-a") as worker:
         worker.ask(Ping(chunk_s=0.2))  # it is waited for no longer than this peer waits
-        first.tell(Admit(KEYS[:4], lease_s=5.0, wait_s=20.0, part="keeps", request="first"))
+        a.tell(Admit(KEYS[:4], lease_s=5.0, wait_s=20.0, part="keeps", request="first"))
         wait_until(lambda: sum(len(job.parts) for job in jobs) == 4, what="its disk is asked")
         assert look(a, KEYS[4:]) == 0
         assert sum(len(job.parts) for job in jobs) == 4
