@@ -28,6 +28,6 @@ if __name__ == "__main__":
     os.write(1, json.dumps(facts).encode() + b"\n")
     settings = json.loads(said("--kv-transfer-config"))["kv_connector_extra_config"]
     role, url = settings["role"], settings["url"]
-    attached = Connection(settings["node"], Hello(VERSION, os.getpid(), "scheduler", engine=role, role=role, url=url))
+    attached = Connection(settings["node"], Hello(VERSION, os.getpid(), "scheduler", engine=url, role=role, url=url))
     assert attached.attach(30.0)
     HTTPServer(("127.0.0.1", int(said("--port"))), Handler).serve_forever()
