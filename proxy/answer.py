@@ -362,7 +362,7 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
             if is_last(event):
                 events, ends = events[:count], True  # what comes after that is ignored
                 break
-        if not (token_at or ends) and events and _BEGUN.match(events[-1]):
+        if not (token_at or ends or held) and events and _BEGUN.match(events[-1]):
             held = events  # sent with the first token, which follows at once: until then, another engine may serve
         elif events:
             held = []

@@ -111,9 +111,8 @@ class Probes:
                 self._health.not_probed(record)  # it is busy: its streams go on
             else:
                 if failure.unsent and record.state is EngineState.SUSPECT and not engine.named:
-                    record.well_at = float(
-                        "-inf"
-                    )  # unless reported, it is forgotten: another server may get its address
+                    # Unless it is reported, it is forgotten: another server may get its address.
+                    record.well_at = float("-inf")
                 self._health.probed(record, f"GET /health: {failure.why}", answers=False)
         except Exhausted:
             self._health.not_probed(record)
