@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import toy_engine
-from moved_bed import MOVED, PAGE, SHAPE, TURNING, check_moved, kv_bytes, tokens
+from moved_bed import MOVED, PAGE, SHAPE, TURNING, check_moved, kv_bytes, positions, tokens  # noqa: F401
 from node_harness import MIB, NodeThread
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, decode_of, prefill_of
 
