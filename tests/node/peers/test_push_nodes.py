@@ -149,6 +149,7 @@ def test_a_name_that_is_pushed_anew_has_no_older_bytes_on_the_peers_disk(cluster
         for stored, data in enumerate((pattern(1, CHUNK), pattern(2, CHUNK)), 1):
             a.delete("weights")
             put(a, "weights", data, push_to="b")
+            wait_until(lambda stored=stored: cluster.counter("b", "offers") == stored, what="b has heard of it")
             assert read(b, "weights", wait_s=20.0) == data
             wait_until(lambda stored=stored: cluster.counter("b", "disk_stored") == stored, what="it is on the disk")
             controller.ask(Clear(Selection([named_key("weights")], 1), "host"))
