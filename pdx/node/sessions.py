@@ -102,7 +102,7 @@ class Sessions:
     def __init__(self) -> None:
         self._by_route: dict[bytes, Session] = {}
         self._by_pidfd: dict[int, Session] = {}
-        self._workers: dict[tuple[str, int], Session] = {}
+        self._by_place: dict[tuple[str, int], Session] = {}  # see `_places`
         self._by_pid: Counter[int] = Counter()
         self._by_model: dict[str, Session] = {}  # the engine of each model that attached last
         self._gone: OrderedDict[str, Hello] = OrderedDict()  # by model, the last engine that has gone
@@ -132,7 +132,7 @@ class Sessions:
 
     def workers(self, engine: str, shards: int, first: int = 0) -> list[Session] | None:
         """The writer of each shard of an engine's chunks, numbered from `first` on; None unless all are attached."""
-        found = [self._workers.get((engine, shard)) for shard in range(first, first + shards)]
+        found = [self._by_place.get((engine, shard)) for shard in range(first, first + shards)]
         workers = [worker for worker in found if worker is not None]
         return workers if len(workers) == shards else None
 
@@ -176,7 +176,7 @@ class Sessions:
                 f"shards {hello.shard} to {hello.shard + hello.shards}, where {MAX_SHARDS} are the most"
             )
         for place in _places(hello):
-            if place in self._workers:
+            if place in self._by_place:
                 half = "a scheduler" if place[1] == _SCHEDULER else f"a worker of shard {place[1]}"
                 raise ProtocolError(
                     f"engine {hello.engine!r} has {half} already: give each engine of this host an engine_id of its own"
@@ -193,7 +193,7 @@ class Sessions:
         self._by_route[route] = session
         self._by_pidfd[pidfd] = session
         self._by_pid[hello.pid] += 1
-        self._workers |= dict.fromkeys(_places(hello), session)
+        self._by_place |= dict.fromkeys(_places(hello), session)
         if hello.kind != "worker" and hello.shape.get("model"):
             self._compare(session, hello.shape["model"])
         return session
@@ -216,7 +216,7 @@ class Sessions:
         self._deaths.unregister(session.pidfd)
         os.close(session.pidfd)
         for place in _places(session.hello):
-            del self._workers[place]
+            del self._by_place[place]
         model = session.hello.shape.get("model", "")
         if self._by_model.get(model) is session:
             del self._by_model[model]
