@@ -211,10 +211,12 @@ def test_room_that_was_promised_before_a_worker_had_mapped_the_arena_is_given_ba
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what it should have saved, and of what was aborted: it is the writer, whom the node waits for."""
-    mapped, use = threading.Event(), CpuCopier.use
+    attached, mapped, use = threading.Event(), threading.Event(), CpuCopier.use
 
     def use_late(self: CpuCopier, arena: Any) -> None:
-        assert arena is None or mapped.wait(60)
+        if arena is not None:
+            attached.set()
+            assert mapped.wait(60)
         use(self, arena)
 
     monkeypatch.setattr(CpuCopier, "use", use_late)
@@ -222,6 +224,7 @@ def test_room_that_was_promised_before_a_worker_had_mapped_the_arena_is_given_ba
     engine = engines()
     node = engines.node
     try:
+        assert attached.wait(60)
         for number, is_aborted in enumerate((False, True)):
             request = Request(f"{number}", tokens(510 + number, 2 * CHUNK))
             engine.admit(request)
@@ -240,7 +243,7 @@ def test_room_that_was_promised_before_a_worker_knew_that_it_is_attached_is_give
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the engine has nothing more to do, so that no later step tells of it."""
-    known = threading.Event()
+    attached, known = threading.Event(), threading.Event()
 
     class Late(Connection):
         def __init__(self, address: str, hello: Hello) -> None:
@@ -248,13 +251,18 @@ def test_room_that_was_promised_before_a_worker_knew_that_it_is_attached_is_give
             self.kind = hello.kind
 
         def attach(self, timeout_s: float) -> bool:
-            return super().attach(timeout_s) and (self.kind != "worker" or known.wait(60))
+            is_attached = super().attach(timeout_s)
+            if is_attached and self.kind == "worker":
+                attached.set()
+                return known.wait(60)
+            return is_attached
 
     monkeypatch.setattr(link, "Connection", Late)
     monkeypatch.setattr(worker, "START_UP_S", 0.0)
     engine = engines()
     node = engines.node
     try:
+        assert attached.wait(60)
         request = Request("a", tokens(512, 2 * CHUNK))
         engine.admit(request)
         assert len(engine.scheduler.track(request).node.grants) == 2

@@ -9,6 +9,7 @@ an interpreter is started after all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -177,7 +178,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """See `subprocess.Popen`."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since, and the origin is about to tell
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """See `subprocess.Popen`."""
