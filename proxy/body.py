@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from email.message import Message
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from aiohttp import StreamReader, web
 from msgspec import Raw
 
 from pdx.errors import RequestRefused
+from pdx.proxy.headers import media_type
 from pdx.proxy.outline import Steps, outline
 from pdx.proxy.plan import LOOKED_AT, SWITCHES, WHOLE, XARGS, Body, Mode
 from pdx.proxy.routes import FORMS, Route
@@ -34,6 +34,7 @@ _XARGS_BYTES = 64 << 10
 _MOST_FIELDS = 1024
 _MOST_PARTS = 64  # of a multipart form
 _FIND_BYTES = 1 << 20
+_BOUNDARY = re.compile(r';\s*boundary="?([^";]+)', re.IGNORECASE)
 _FORM_NAME = re.compile(rb'\r\ncontent-disposition: *form-data *;(?:[^\r]*;)? *name="([^"]*)"', re.IGNORECASE)
 _REST_BYTES = 256 << 10
 _NAME_BYTES = 1024
@@ -125,9 +126,10 @@ def encode(body: Body) -> Payload:
 def form_text(raw: bytes | bytearray, content_type: str, name: str) -> Steps[str | None]:
     """The text of a form field. None if the form lacks the field, or the body is not a form. Uploaded files are
     skipped."""
-    header = Message()
-    header["Content-Type"] = content_type
-    mark = b"--" + (header.get_boundary() or "").encode("latin-1", "replace")
+    boundary = _BOUNDARY.search(content_type)
+    if boundary is None:
+        return None
+    mark = b"--" + boundary[1].strip().encode("latin-1", "replace")
     at = raw.find(mark, 0, _LOOKED_AT_BYTES)
     for _ in range(_MOST_PARTS):
         begin = raw.find(b"\r\n\r\n", at, at + _LOOKED_AT_BYTES)
@@ -304,10 +306,8 @@ def told(leg: Body, params: Body) -> Body:
 
 def check_kind(request: web.Request) -> None:
     """:raises RequestRefused: the route does not accept this content type."""
-    form, kind = request.path in FORMS, ""
-    with suppress(UnicodeError):  # a parameter is in a charset that Python cannot read
-        kind = request.content_type
-    is_right = kind == ("multipart/form-data" if form else "application/json")
+    form = request.path in FORMS
+    is_right = media_type(request.headers) == ("multipart/form-data" if form else "application/json")
     if not is_right and request.method != "GET" and not (request.match_info and not request.can_read_body):
         said = printable(request.headers.get("Content-Type", "none"))
         wanted = "a form, as multipart/form-data" if form else "JSON, as application/json"

@@ -49,6 +49,12 @@ def of_body(headers: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def media_type(headers: Mapping[str, str]) -> str:
+    """The content type without its parameters, which aiohttp reads by Python's parser for mail: that fails on some,
+    and takes ten seconds for 64 KiB of others."""
+    return headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+
 def request_id(headers: Mapping[str, str]) -> str:
     """The client's request id; empty if there is none, or none that can be forwarded."""
     found = headers.get(REQUEST_ID, "")

@@ -19,6 +19,7 @@ from pdx.errors import ClientGone, ConfigError, Exhausted, LegFailed, ProtocolEr
 from pdx.proxy.body import Payload
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.engines import Engine
+from pdx.proxy.headers import media_type
 from pdx.proxy.health import NO_WORK, UNSENT, Health, Reason, Use, Work
 from pdx.security.reread import Reread
 from pdx.security.secret_file import load_token
@@ -102,7 +103,7 @@ class Answer:
     def arrived(self, response: aiohttp.ClientResponse) -> None:
         """The answer's head has arrived; its body has not been read."""
         self.status = response.status
-        self.content_type = response.content_type
+        self.content_type = media_type(response.headers)
         self.headers = response.headers
         self._content = response.content
 

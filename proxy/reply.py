@@ -111,12 +111,8 @@ class Reply:
         """Send the answer as a single body."""
         assert not self.started
         # an engine's error may lack a content type
-        self._whole = web.Response(
-            status=status,
-            body=body,
-            content_type=content_type or "application/json",
-            headers={**self._described, **self._passed},
-        )
+        headers = {**self._described, **self._passed, "Content-Type": content_type or "application/json"}
+        self._whole = web.Response(status=status, body=body, headers=headers)
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Start a body that is not an event stream. :raises ClientGone: the client disconnected."""

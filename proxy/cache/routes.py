@@ -36,6 +36,7 @@ from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.engines import Engines
 from pdx.proxy.following import Following
+from pdx.proxy.headers import media_type
 from pdx.proxy.leg import Legs
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.reply import json_response
@@ -119,7 +120,7 @@ class CacheControl:
             self._metrics.verbs.labels(name if name in VERBS else "", outcome).inc()
 
     async def _answer(self, request: web.Request, name: str) -> bytes:
-        if request.content_type != "application/json":
+        if media_type(request.headers) != "application/json":
             raise RequestRefused(415, "the request must have Content-Type: application/json")
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise RequestRefused(415, "the request must be sent unpacked, without Content-Encoding")

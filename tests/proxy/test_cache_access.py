@@ -156,7 +156,7 @@ async def test_what_makes_no_sense_is_refused_in_words_and_reaches_no_node(tmp_p
             *(({"query": [("wait_s", each)]}, 400, "node=NAME and wait_s") for each in ("1e9", "nan", "x")),
             ({"query": [("at", "a/host")]}, 400, "node=NAME and wait_s"),
             ({"headers": {"Content-Type": "text/plain"}}, 415, "application/json"),  # which a page may post unasked
-            ({"headers": {"Content-Encoding": "gzip"}}, 415, "sent unpacked"),
+            ({"headers": {"Content-Encoding": "gzip", "Content-Type": "application/json;a*0*"}}, 415, "sent unpacked"),
         ):
             got, answer = await made.post("clear", SAID, node="a", **how)
             assert (got, said in answer["error"]["message"]) == (status, True)

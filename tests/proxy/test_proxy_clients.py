@@ -106,7 +106,6 @@ async def test_nonsense_is_refused_and_told_what_is_wrong():
         (b'{"a":' + b"[" * 200_000, "application/json", 400, ""),
         (b'{"prompt":"%b"}' % LONG, "application/json", 413, LIMIT),
         (b'{"prompt":"x"}', "text/plain", 400, "Content-Type is text/plain; send JSON, as application/json"),
-        (b'{"prompt":"x"}', "application/json; x*=idna''b", 400, "x*=idna''b; send JSON, as application/json"),
     ]
     async with cluster(max_body_bytes=1 << 18) as made:
         for raw, kind, status, said in cases:
@@ -118,6 +117,16 @@ async def test_nonsense_is_refused_and_told_what_is_wrong():
                 assert "xxxx" not in fault["message"]
         assert made.prefill.seen == made.decode.seen == []
         assert await made.metric("pdx_proxy_requests_total", outcome="bad_request") == len(cases)
+
+
+@pytest.mark.parametrize("more", ["; x*=idna''b", ";x*0*", " ;" + "(" * 9000])
+async def test_what_nobody_asks_for_in_a_content_type_is_not_read(made, more):
+    """Python's reader of such parameters fails on some of them, and takes ten seconds for 64 KiB of others."""
+    headers = {"Content-Type": "Application/json" + more}
+    made.decode.headers = {"Content-Type": "application/json" + more}
+    for path, body in ((COMPLETIONS, {**BODY, "best_of": 2}), ("/v1/embeddings", {"input": "a"})):
+        async with made.client.post(made.url + path, data=json.dumps(body), headers=headers) as response:
+            assert (response.status, bool(await response.read())) == (200, True)
 
 
 async def test_transfer_parameters_of_clients_go_nowhere(caplog):

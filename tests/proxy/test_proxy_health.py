@@ -199,7 +199,7 @@ def test_one_that_is_full_does_not_tell_whether_it_generates(status, state):
 
     async def ask(engine, path, *, headers, timeout_s, payload=None):
         answer = Answer(engine, health, None, timeout_s, timeout_s)
-        answer.arrived(Mock(status=200 if payload is None else status))
+        answer.arrived(Mock(status=200 if payload is None else status, headers={}))
         return answer, b""
 
     async def main():

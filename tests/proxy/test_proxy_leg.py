@@ -43,7 +43,7 @@ class StoppedWhileConnecting:
         self.passes()
         if self.asked <= self.times:
             raise aiohttp.ConnectionTimeoutError
-        return Mock(status=200, content_type="application/json")
+        return Mock(status=200, headers={})
 
 
 @pytest.mark.parametrize(("ran_s", "times", "asked"), [(0.5, 1, 2), (0.5, 3, 4), (0.5, 4, 4), (2.0, 1, 1)])
@@ -79,7 +79,7 @@ class Silence:
 
     async def request(self, *asked, **how):
         content = Mock(readany=self.bytes.get)
-        return Mock(status=self.status, content_type="text/event-stream", content=content)
+        return Mock(status=self.status, headers={"Content-Type": "text/event-stream"}, content=content)
 
 
 class Alone:

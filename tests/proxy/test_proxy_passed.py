@@ -229,7 +229,9 @@ PART = b'--xx\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
         (BOUNDARY, PART % (b"model", b"a"), None),
         (BOUNDARY, b"", None),
         (BOUNDARY, PART % (b"file", bytes(3 << 20)) + PART % (b"model", b"a") + b"--xx--\r\n", "a"),
-        ('multipart/form-data; boundary="xx"', PART % (b"model", b"a") + b"--xx--\r\n", "a"),
+        ('multipart/form-data; a=";";Boundary="xx" ; b', PART % (b"model", b"a") + b"--xx--\r\n", "a"),
+        ("multipart/form-data; boundary*=idna''x", PART % (b"model", b"a") + b"--xx--\r\n", None),
+        ("multipart/form-data; \udc80é", PART % (b"model", b"a") + b"--xx--\r\n", None),
     ],
 )
 def test_a_field_of_a_form(kind, raw, text):
