@@ -152,6 +152,10 @@ class AsItIs:
         if answer.is_stream:
             await _relay_stream(exchange, answer, self)
             return
+        if exchange.reply.started:
+            # The refusal may be about the proxy's rewritten request, which the client must not be told.
+            refused = Reason.STATUS_4XX if answer.status >= 400 else Reason.MALFORMED
+            raise failed(refused, answer.engine, f"{answer.status}, {answer.content_type!r}")
         raw = await answer.read()
         exchange.mark(Event.DECODE_FIRST, answer.engine)
         if answer.status >= 400:
@@ -268,10 +272,6 @@ class Forwarded(AsItIs):
         :raises LegFailed: the engine refused, or disconnected before the end.
         :raises FirstTokenDiffers: nothing of the answer was sent.
         """
-        if self.sent is not None and not answer.is_stream:
-            # The refusal may be about the proxy's rewritten request, which the client must not be told.
-            refused = Reason.STATUS_4XX if answer.status >= 400 else Reason.MALFORMED
-            raise failed(refused, answer.engine, f"{answer.status}, {answer.content_type!r}")
         self._owed = self.sent.text if self.sent is not None and not self.continues else ""
         await super().take(exchange, answer)
 
@@ -392,7 +392,7 @@ def _fault(answer: Answer, event: bytes) -> tuple[LegFailed, Outcome]:
     if not _ERROR.match(event):
         return failed(Reason.TRUNCATED, answer.engine, "it has aborted the request"), Outcome.BROKEN
     found, code = sse.data(event) or b"", 0
-    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+    with contextlib.suppress(ValueError, OverflowError, KeyError, TypeError, RecursionError):
         code = int(json.loads(found)["error"]["code"])
     if 500 <= code <= 599:
         said = Refusal(code, found, "application/json", answer.headers)
@@ -406,7 +406,7 @@ def _fault(answer: Answer, event: bytes) -> tuple[LegFailed, Outcome]:
 async def _pass_on(exchange: Exchange, events: list[bytes], shape: AsItIs) -> None:
     found = shape.at_once(events)
     if found:
-        await exchange.reply.write(found)
+        await exchange.reply.write(found, is_ahead=all(map(sse.is_comment, events)))
     elif found is None:
         async for piece in shape.pieces(events):
             await exchange.reply.write(piece)

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from pdx.errors import ClientGone, ConfigError, Exhausted, LegFailed, ProtocolError, Refusal
+from pdx.proxy import sse
 from pdx.proxy.body import Payload
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.engines import Engine
@@ -137,14 +138,14 @@ class Answer:
         """The next bytes, b"" at the end. :raises LegFailed: the engine disconnected."""
         assert self._content is not None
         use = self.use
-        if use is not None:
+        if not self.waits_for_engine:
             self.since = self._health.clock()
         self.waits_for_engine = True
         try:
             found = await self._content.readany()
         except (aiohttp.ClientError, OSError) as error:
             raise failed(Reason.RESET, self.engine, type(error).__name__) from error
-        if use is None:
+        if use is None or (self.is_stream and sse.is_comment(found)):  # a server's comments come without a model
             return found
         self.since = self._health.clock()
         self.waits_for_engine = False

@@ -20,6 +20,7 @@ from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.health import FULL, PROBE_S, EngineState, Reason
 from pdx.proxy.leg import Legs, failed
 from pdx.proxy.reply import error_body
+from pdx.proxy.routes import Route
 from pdx.telemetry.env import Env
 from pdx.telemetry.recent import remember
 
@@ -134,6 +135,8 @@ class Probes:
         if answer.status != 200:
             is_fault = answer.failure is not None and answer.failure not in FULL
             return (f"one token: status {answer.status}" if is_fault else ""), False
+        if Route.COMPLETIONS.aborted.search(raw) is not None:
+            return "one token: aborted", False
         try:
             is_one = bool(json.loads(raw)["choices"])
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -197,7 +200,7 @@ class Probes:
                     return engine if answer.status == HTTPStatus.OK else None
             return None
 
-        engines = self._engines.all()
+        engines = sorted(self._engines.all(), key=lambda each: self._health.of(each.url).avoided)  # which may hang
         if len(engines) < 2:
             return None
         asking = [asyncio.create_task(asked(engine)) for engine in engines]

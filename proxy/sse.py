@@ -62,9 +62,14 @@ def with_data(whole: bytes, payload: bytes) -> bytes:
     return name + event(payload)
 
 
+def is_comment(event: bytes) -> bool:
+    """Whether this only keeps a connection alive: it is no part of the answer."""
+    return event.startswith(b":")
+
+
 def is_empty(event: bytes) -> bool:
-    """Whether this event of a response says only that it has begun."""
-    return event.startswith((b"event: response.created\n", b"event: response.in_progress\n"))
+    """Whether this is a comment, or says only that a response has begun."""
+    return event.startswith((b":", b"event: response.created\n", b"event: response.in_progress\n"))
 
 
 def is_done(event: bytes) -> bool:

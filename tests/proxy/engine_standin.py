@@ -360,6 +360,9 @@ class StandIn:
         await self.kv_of(body)
         if self.fault == "hang_first":
             await self.hang()
+        if self.fault == "comment":
+            await response.write(b": keep-alive\n\n")
+            return response
         if self.fault == "reset_first":
             await self.released.wait()
             request.transport.abort()

@@ -89,6 +89,16 @@ def test_what_only_begins_an_answer_waits_for_the_rest(route, begun, end):
     assert not reply.write.called
 
 
+def test_a_comment_is_no_part_of_an_answer():
+    """With --sse-keep-alive-interval vLLM sends some before the first token, which may be another engine's."""
+    comment = b": keep-alive\n\n"
+    exchange = MagicMock(route=Route.CHAT, reply=MagicMock(writes=0, write=AsyncMock()))
+    with pytest.raises(LegFailed):
+        asyncio.run(AsItIs(Route.CHAT).take(exchange, MagicMock(read_some=AsyncMock(side_effect=[comment, b""]))))
+    exchange.reply.write.assert_awaited_once_with(comment, is_ahead=True)
+    assert not exchange.token.called
+
+
 def behind(text="", *, continues=True):
     """The client has that much of the prefill engine; whether the decode engine has been told."""
 

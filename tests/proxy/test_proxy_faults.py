@@ -275,6 +275,17 @@ async def test_an_error_in_place_of_a_first_event_goes_to_no_client(fault, code,
         assert all(engine.seen for engine in made.decodes)
 
 
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_an_engine_that_has_sent_comments_only_is_followed_by_another(refuses):
+    """Whose refusal comes too late to be the answer's status."""
+    async with cluster(prefills=0, decodes=2) as made:
+        want = await expected(made)
+        made.decode.fault, made.decodes[1].fault = "comment", 400 if refuses else None
+        status, _, raw = await made.post(COMPLETIONS, {**BODY, "suffix": "", "stream": True})
+        assert (status, len(made.decode.seen), raw.startswith(b": keep-alive\n\n")) == (200, 1, True)
+        assert events(raw)[-1]["error"]["code"] == 502 if refuses else text_of(raw, stream=True) == want
+
+
 @pytest.mark.parametrize(
     ("prompt", "fault"), [(FORWARDED, "reset_mid"), (FORWARDED, "hang_mid"), (HALF, "reset_mid"), (HALF, "end_mid")]
 )
@@ -297,6 +308,7 @@ TOLD = json.dumps('data: {"error": 1}\n\nevent: error\n\n"finish_reason":"abort"
 STOP = b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":%s}}\n\nevent: message_stop\n\n'
 LATE = [
     (COMPLETIONS, ERROR % 500 + DONE, "broken", 1),
+    (COMPLETIONS, b'data: {"error": {"code": 1e999}}\n\n' + DONE, "broken", 0),
     (CHAT, ERROR % 400 + DONE, "client_error", 0),
     (CHAT, b'data: {"choices": [{"delta": {}, "finish_reason":"abort"}]}\n\n' + DONE, "broken", 1),
     (CHAT, b'data: {"choices": [{"delta": {"content": ' + TOLD + b"}}]}\n\n" + DONE, "ok", 0),

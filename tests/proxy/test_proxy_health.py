@@ -6,6 +6,7 @@ import json
 from unittest.mock import Mock, patch
 
 import aiohttp
+import msgspec
 import pytest
 from proxy_harness import BODY, COMPLETIONS, Ahead, cluster, until, within
 
@@ -192,15 +193,20 @@ def test_a_list_of_models_does_not_wait_for_each_engine_that_hangs(well):
     assert len(asked) < 10
 
 
-@pytest.mark.parametrize(("status", "state"), [(401, "trial"), (429, "trial"), (503, "trial"), (500, "suspect")])
-def test_one_that_is_full_does_not_tell_whether_it_generates(status, state):
-    """Nor by one that wants a key. Such an engine gets one request at a time until it takes one."""
+ABORTED = b'{"choices": [{"finish_reason": "abort"}]}'
+PROBED = [(401, b"", "trial"), (429, b"", "trial"), (503, b"", "trial"), (500, b"", "suspect")]
+PROBED += [(200, b'{"choices": [1]}', "well"), (200, ABORTED, "suspect")]
+
+
+@pytest.mark.parametrize(("status", "raw", "state"), PROBED)
+def test_one_that_is_full_does_not_tell_whether_it_generates(status, raw, state):
+    """Nor one that wants a key: they get one request at a time until they take one. One that is paused does not."""
     engine = Engine(url="http://e", name="e", prefills=True, decodes=True, named=True)
 
     async def ask(engine, path, *, headers, timeout_s, payload=None):
         answer = Answer(engine, health, None, timeout_s, timeout_s)
         answer.arrived(Mock(status=200 if payload is None else status, headers={}))
-        return answer, b""
+        return answer, raw
 
     async def main():
         probes.look()
@@ -246,6 +252,23 @@ def test_who_looks_for_responses_where_an_engine_hangs_keeps_nobody_from_the_mod
     assert ended_s < 5
     assert found[0] is None
     assert (type(found[-1]), found[-1].status, found[-1].retry_after_s) == (RequestRefused, 429, 1)
+
+
+def test_a_response_is_found_though_most_engines_hang():
+    """Those that are suspect are asked last: there was never a turn for others."""
+
+    async def keeps(engine, path, **how):
+        return (Mock(status=200), b"") if engine.node else await hung(engine, path, **how)
+
+    async def main():
+        known = [Engine(url=f"http://{n}", name="e", prefills=True, decodes=True, named=True) for n in range(40)]
+        known.append(msgspec.structs.replace(known[0], url="http://n", node="n"))
+        probes, health = probes_of(asyncio.get_running_loop().time, known, keeps)
+        for engine in known[:-1]:
+            health.failed(health.begin(engine.url), Reason.TIMEOUT)
+        return await probes.holder("r", {})
+
+    assert run_ahead(main()).node == "n"
 
 
 def test_a_request_of_a_new_model_does_not_wait_for_each_engine_that_hangs():

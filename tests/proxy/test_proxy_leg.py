@@ -125,6 +125,17 @@ async def test_a_stream_may_last_as_long_as_bytes_come():
     assert alone.record.failures == 0
 
 
+async def test_a_comment_comes_from_no_model():
+    """vLLM's server sends some while its engine computes, or hangs: that would never have ended."""
+    alone = Alone()
+    for _ in range(6):
+        assert not alone.task.done()
+        await alone.after(100, b": keep-alive\n\n")
+    assert alone.record.heard_at < 0
+    with pytest.raises(LegFailed, match="nothing for 600 s"):
+        await within(alone.task)
+
+
 @pytest.mark.parametrize(
     ("data", "limit", "is_whole"), [(None, 600, False), (b"x", 120, False), (None, 3600, True), (b"x", 120, True)]
 )
