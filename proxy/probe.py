@@ -168,10 +168,11 @@ class Probes:
             for engine in self._due(unknown) if unknown else ():
                 self._begin(self._cards_of(engine, headers, float("inf")))
             return
-        async with self._kept_for(headers).lock:
-            if not self._is_known(model):
-                asked = (self._cards_of(each, headers, float("inf")) for each in self._due(engines))
-                await asyncio.gather(*asked)
+        with suppress(TimeoutError):  # those before it may have waited long
+            async with asyncio.timeout(_ALL_S), self._kept_for(headers).lock:
+                if not self._is_known(model):
+                    asked = (self._cards_of(each, headers, float("inf")) for each in self._due(engines))
+                    await asyncio.gather(*asked)
 
     def _is_known(self, model: str | None) -> bool:
         """Whether an engine is known to have the model, or to have no list."""
