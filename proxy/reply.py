@@ -18,8 +18,8 @@ from pdx.proxy.routes import Route
 
 
 def request_key(name: str) -> Any:
-    """A key for per-request state; its plain name before aiohttp 3.14, which introduced a class for it."""
-    return web.RequestKey(name, object) if hasattr(web, "RequestKey") else name
+    """A key for per-request state."""
+    return web.RequestKey(name, object)
 
 
 def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
