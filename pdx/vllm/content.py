@@ -129,10 +129,12 @@ class Content(BlockHashing):
         lora, media = request.lora_request, request.mm_features
         hasher = getattr(request, "_block_hasher", None)
         may_get_media = hasher is not None and getattr(request, "resumable", False)  # by a later input of its session
-        if may_get_media and not trims_session_hashes():
-            return _STALE_HASHES
-        if getattr(request, "prompt_is_token_ids", None):  # where an embedding lies, the token is hashed as 0
-            return _MIXED
+        stale = _STALE_HASHES if may_get_media and not trims_session_hashes() else None
+        is_mixed = getattr(request, "prompt_is_token_ids", None)  # where an embedding lies, the token is hashed as 0
+        if wrong := stale or (_MIXED if is_mixed else None):
+            if is_new:  # else others would find its blocks in vLLM's own cache, and save them under their keys
+                self.keep_apart(request, "misnamed")
+            return wrong
         if not lora and not media and not may_get_media:
             return None
         if hasher is None or not is_new:

@@ -41,6 +41,7 @@ with warnings.catch_warnings():
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
+    from pdx.vllm import releases
     from pdx.vllm.adapters import LoadedAdapters
     from pdx.vllm.content import Content
 
@@ -363,6 +364,19 @@ def test_a_prompt_that_mixes_tokens_and_embeddings_is_left_out() -> None:
     assert left_out(engine(), request_of(prompt_embeds=rows)) is None
     mixed = request_of(prompt_embeds=rows, prompt_is_token_ids=[False, *[True] * (PROMPT - 1)])
     assert left_out(engine(), mixed) == "unnamed_inputs"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"resumable": True}, {"prompt_is_token_ids": [False, *[True] * (PROMPT - 1)]}], ids=["session", "mixed"]
+)
+def test_what_vllm_hashes_wrongly_is_not_lent_to_others_by_its_own_cache(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would save it under their own keys."""
+    monkeypatch.setattr(releases, "RELEASE", (0, 31))  # which has both
+    request, other = (request_of([0] * PROMPT, prompt_embeds=torch.ones(PROMPT, 8), **each) for each in (wrong, {}))
+    assert left_out(engine(), request) == "unnamed_inputs"
+    assert set(request.block_hashes).isdisjoint(other.block_hashes)
 
 
 def test_models_that_cannot_begin_behind_a_prefix_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
