@@ -46,10 +46,10 @@ _UNTOLD_ADAPTER = LeftOut("untold_adapter", "")  # the first request of each ada
 _NO_HASHES = LeftOut(
     "unnamed_inputs", "request %s is neither saved nor found: this vLLM has hashed its blocks for good"
 )
-_STALE_HASHES = LeftOut(
+_STALE_SESSION = LeftOut(
     "unnamed_inputs",
-    "request %s is neither saved nor found: before 0.32 vLLM keeps hashes of tokens that a streaming session discards; "
-    "install 0.32 or newer",
+    "request %s is neither saved nor found: vLLM keeps what a streaming session discards, hashes before 0.32, and "
+    "accepted drafts without async scheduling; install 0.32 or newer, and propose drafts with async scheduling alone",
 )
 _MIXED = LeftOut(
     "unnamed_inputs",
@@ -72,6 +72,9 @@ class Content(BlockHashing):
         self._lora_dtype = str(getattr(lora, "lora_dtype", ""))
         modules = getattr(lora, "target_modules", None)
         self._lora_modules = modules if modules is None else sorted(modules)  # the only ones adapted; None: all
+        drafts = getattr(vllm_config, "speculative_config", None)
+        is_behind = drafts is not None and not vllm_config.scheduler_config.async_scheduling  # an answer's end
+        self._has_stale_sessions = is_behind or not trims_session_hashes()
         self._has_towers = bool(getattr(lora, "enable_tower_connector_lora", False))
         # An external encoder knows media by vLLM's names, and this process has only their sizes.
         self._media = _Media(is_whole=getattr(vllm_config, "ec_transfer_config", None) is None)
@@ -129,7 +132,7 @@ class Content(BlockHashing):
         lora, media = request.lora_request, request.mm_features
         hasher = getattr(request, "_block_hasher", None)
         may_get_media = hasher is not None and getattr(request, "resumable", False)  # by a later input of its session
-        stale = _STALE_HASHES if may_get_media and not trims_session_hashes() else None
+        stale = _STALE_SESSION if may_get_media and self._has_stale_sessions else None
         is_mixed = getattr(request, "prompt_is_token_ids", None)  # where an embedding lies, the token is hashed as 0
         if wrong := stale or (_MIXED if is_mixed else None):
             if is_new:  # else others would find its blocks in vLLM's own cache, and save them under their keys

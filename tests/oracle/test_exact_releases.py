@@ -301,3 +301,21 @@ def test_a_streaming_session_is_found_by_its_conversation_sent_anew(
     bed.settled()
     fresh = bed.engine("fresh", asynchronous=asynchronous)
     assert found(fresh, "again", known + bed.tokens(30, "again"), 12) >= HISTORY
+
+
+@both
+def test_drafts_behind_the_end_of_an_answer_are_not_taken_for_the_next_input(
+    bed: OracleBed, asynchronous: bool
+) -> None:
+    """Without async scheduling vLLM's session goes on behind them, and their KV would be shared."""
+    writer = bed.engine("writer", asynchronous=asynchronous, drafts=True, extra={"chunk_tokens": CHUNK})
+    known = []
+    for name in map(str, range(6)):
+        writer.ask(name, bed.tokens(CHUNK - 10, name), 2, session=[])
+        writer.add(name, bed.tokens(CHUNK, f"{name} more"), 2, session=[])
+        writer.run(name)
+        known.append(list(writer.scheduler.requests[name].all_token_ids))
+        writer.abort(name)
+    writer.run()
+    bed.settled()
+    read_by_another(bed, *known, asynchronous=asynchronous, extra={"chunk_tokens": CHUNK})
