@@ -213,7 +213,9 @@ class NodeLink:
                 return
         except PdxError as error:
             log.warning("the node at %s refused: %s", connection.address, error)
+            connection.close()
             self._stop.wait(1.0)
+            return
         connection.close()
         if self._starter and time.monotonic() >= self._start_again_at:
             self._start_again_at = time.monotonic() + START_AGAIN_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import zmq
 from toy_engine import Engines
 
 from pdx.client.connection import Connection
-from pdx.config import ConnectorConfig
+from pdx.config import ConnectorConfig, socket_path
 from pdx.engine.link import NodeLink
 from pdx.memory.arena import Arena
 from pdx.testing.waiting import wait_until
@@ -41,6 +42,27 @@ def test_what_is_counted_while_the_link_tells_what_was_counted_is_told_too(
         )
     finally:
         link.close()
+
+
+def test_an_engine_that_its_node_refuses_starts_no_other(
+    address: str, start_here: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another one would end at once, every ten seconds."""
+
+    class Patient(Connection):
+        def attach(self, timeout_s: float) -> bool:
+            return super().attach(30.0)
+
+    monkeypatch.setattr("pdx.engine.link.Connection", Patient)
+    start_here()
+    hello = Hello(VERSION, os.getpid(), "scheduler", engine="e")
+    with contextlib.ExitStack() as undo:
+        for is_second in (False, True):
+            link = NodeLink(ConnectorConfig(node=address), hello, starter=is_second)
+            undo.callback(link.close)
+            assert is_second or link.wait_attached(30)
+        wait_until(lambda: "give each engine of this host an engine_id of its own" in caplog.text, what="it is refused")
+    assert not Path(f"{socket_path(address)}.log").exists()
 
 
 def test_a_descriptor_that_is_another_file_by_now_says_nothing_about_the_node(
