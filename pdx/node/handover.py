@@ -73,6 +73,8 @@ class HandoverServer:
         now = self._env.clock()
         for asker in [asker for asker in self._askers.values() if asker.deadline <= now]:
             self._refuse(asker, f"no ticket within {TIMEOUT_S:g} s")
+        if self._listener.fileno() >= 0:
+            self._listen()
 
     def close(self) -> None:
         """Close everything and remove the socket. Idempotent."""
@@ -86,9 +88,9 @@ class HandoverServer:
 
     # ---- one connection ---------------------------------------------------------------------
 
-    def _listen(self) -> None:
+    def _listen(self, *, may_accept: bool = True) -> None:
         """Accept connections exactly as long as there is room for one."""
-        is_free = len(self._askers) < MAX_UNPROVED
+        is_free = may_accept and len(self._askers) < MAX_UNPROVED
         if is_free and not self._is_listening:
             self._poller.register(self._listener.fileno(), select.POLLIN)
         if self._is_listening and not is_free:
@@ -98,7 +100,11 @@ class HandoverServer:
     def _accept(self) -> None:
         try:
             stream, _ = self._listener.accept()
-        except OSError:  # the client has left, or this process is out of descriptors: the poller will retry
+        except BlockingIOError:  # the client has left
+            return
+        except OSError as error:  # no descriptor is left, and the waiting client keeps the listener readable
+            self._env.faults.warn("no connection is accepted", f"GPU memory is handed over later: {error}")
+            self._listen(may_accept=False)  # until the next tick
             return
         pid, uid = peer_of(stream)
         stream.setblocking(False)

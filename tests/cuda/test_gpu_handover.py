@@ -2,6 +2,7 @@
 
 import array
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -114,6 +115,21 @@ def test_who_shows_its_ticket_gets_the_handle_and_the_connection_ends(stage):
     assert msgspec.msgpack.decode(client.recv(2000), type=Handle) == HANDLE
     assert is_over(client)
     assert stage.counters == {"handovers": 1}
+
+
+def test_without_a_descriptor_left_the_loop_does_not_spin_and_who_waits_gets_the_handle_later(stage):
+    client = stage.connect(TICKET)
+    os.close(lowest_free := os.dup(client.fileno()))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        stage.serve()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert stage.watched == set()  # it would be readable in every turn
+    stage.server.tick()
+    stage.serve_all()
+    assert msgspec.msgpack.decode(client.recv(2000), type=Handle) == HANDLE
 
 
 def fails():
