@@ -68,8 +68,8 @@ def stop(node):
 
 
 def deafen(connection):
-    """Tell a node that does not read more than its queues take."""
-    for number in range(3000):
+    """Tell a node that does not read more than its queues take, and what the system holds, if one write sends many."""
+    for number in range(10_000):
         connection.tell(messages.Mark(TRANSFER, "event", number))
 
 

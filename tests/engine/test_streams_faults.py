@@ -154,6 +154,7 @@ def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.Lo
     assert sum("illegal memory access" in record.message for record in caplog.records) == 1
     wait_until(lambda: bed.node.status().chunks == {"sealed": 1}, what="with the worker, its slots are free")
     assert window.hold(), "the copy's own hold has not ended"
+    wait_until(lambda: all(stream.is_still for stream in engine.streams.made), what="no copy is under way")
     window.release()
     window.release()
     assert not window.hold()
