@@ -58,7 +58,8 @@ class Cluster:
             self.nodes[name] = self.node(name, config)
         for name in names:
             self.nodes[name].wait_ready()
-            self.attach(name)
+            status = self.attach(name).status
+            wait_until(lambda status=status: COUNTING not in {tier.state for tier in status().tiers}, what="counted")
 
     def node(self, name: str, config: NodeConfig) -> NodeProcess:
         """A process that is this node."""
@@ -145,6 +146,6 @@ def disk_pair(
     with Cluster(place, names, of_one=own, store="write-back", store_window=1e-9, **settings) as cluster:
         cluster.start(*names)
         tiers = lambda: [tier for name in names for tier in cluster[name].status().tiers]  # noqa: E731
-        wait_until(lambda: all(tier.is_up and tier.state != COUNTING for tier in tiers()), what="tiers are up")
+        wait_until(lambda: all(tier.is_up for tier in tiers()), what="tiers are up")
         wait_until(lambda: cluster.peer(*names).state == "ready", what="they know each other")
         yield cluster
