@@ -182,7 +182,7 @@ def test_a_notification_that_cannot_be_handled_takes_no_other_with_it(stage, err
     by copies, which may fail: those slices are bad."""
     good = encode(Landed(5, [Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))]))
     stage.regions.arena.fails_once = error
-    stage.listener.notifications += [Notification(TOKEN, good)] * 3
+    stage.listener.notifications = [Notification(TOKEN, good)] * 3  # at once: the thread may be taking
     stage.wake.set()
     wait_until(lambda: stage.mailbox.deliver() or len(stage.verdicts) + len(dropped) == 3)
     assert stage.dropped == dropped
