@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import os
 import resource
 import select
@@ -151,6 +152,7 @@ def test_what_both_sides_say_goes_through_also_a_greeting_in_pieces(bed):
 def test_a_side_that_does_not_read_is_waited_for_and_nothing_is_lost(bed):
     outer, inner = bed.passed()
     data = os.urandom(1 << 20) * 8
+    outer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # else the system's may take all of it
     outer.settimeout(0.2)
     sent = 0
     with contextlib.suppress(TimeoutError):  # both sockets and the filter are full
@@ -223,8 +225,9 @@ def test_a_flood_from_many_addresses_keeps_nobody_out(make_bed):
     assert bed.counters["strangers_dropped"] == 10
 
 
-def test_under_a_flood_it_pauses_so_that_its_process_can_do_other_work(bed, monkeypatch):
+def test_under_a_flood_it_pauses_so_that_its_process_can_do_other_work(make_bed, monkeypatch):
     """Else a thread that takes thousands of connections in a second keeps the interpreter's lock from all others."""
+    bed = make_bed(SILENT_S=math.inf)  # however far the clock has come when the last are taken
     outer, inner = bed.passed()
     monkeypatch.setattr(module, "PACE_S", 0.01)
     real, all_here = socket.socket.accept, threading.Event()
@@ -244,7 +247,7 @@ def test_under_a_flood_it_pauses_so_that_its_process_can_do_other_work(bed, monk
 
     def are_taken():
         bed.now += 0.01
-        return len(bed.filter.newcomers()) == 1 + len(flood)
+        return set(bed.filter.newcomers()) >= {f"127.0.1.{number}" for number in range(1, 41)}
 
     wait_until(are_taken)
     flood[-1].sendall(GREETING)
@@ -274,18 +277,18 @@ def test_beyond_the_most_connections_or_without_descriptors_new_ones_are_refused
     bed.passed()
 
 
-def test_with_no_descriptor_at_all_it_rests_and_goes_on(bed, monkeypatch):
+def test_with_no_descriptor_at_all_it_rests_and_goes_on(epoll, bed, monkeypatch):
     real, failed = socket.socket.accept, []
 
     def accept(listener):
         if listener.family == socket.AF_INET and not failed:
-            failed.append(1)
+            failed.append(len(epoll.answers))
             raise OSError(24, "Too many open files")
         return real(listener)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
     outer = bed.dial()
-    wait_until(lambda: failed)
+    wait_until(lambda: failed and len(epoll.answers) > failed[0])  # it rests
     bed.now += 1.0
     outer.sendall(GREETING)
     assert read(bed.accept(), 10) == GREETING
@@ -367,7 +370,7 @@ def test_a_reader_that_does_not_read_is_closed_and_one_that_has_nothing_to_read_
     began = bed.now
 
     def is_dropped():
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+        with contextlib.suppress(BlockingIOError, ConnectionError):
             while not bed.counters["strangers_dropped"]:
                 unread.send(bytes(1 << 20))
         bed.now += 1  # it looks once more
