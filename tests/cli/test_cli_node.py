@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 
 import msgspec
 import pytest
@@ -77,9 +78,12 @@ def test_stop_asks_before_it_takes_a_node_from_its_engines(node, attach):
     assert node.process.wait(0) == 0
 
 
-def test_a_node_that_does_not_end_is_named(node):
+def test_a_node_that_does_not_end_is_named(node, monkeypatch):
+    told = []
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda pidfd, number: told.append(number))  # nor does it hear that
     with pytest.raises(NodeError, match=f"process {node.pid} has not ended"):
         end_node(node.address, force=False, timeout_s=0.0)
+    assert told == [signal.SIGTERM]
 
 
 def shown_of(status, width=200):

@@ -6,6 +6,7 @@ import random
 import select
 import socket
 import threading
+from contextlib import suppress
 from typing import ClassVar
 
 import msgspec
@@ -43,7 +44,13 @@ def through_a_pipe(parts: list[bytes], change: dict[int, int] | None = None) -> 
             sent += b"".join(blocks.take())
         for at, value in (change or {}).items():
             sent[at] = value
-        thread = threading.Thread(target=lambda: (theirs.sendall(sent), theirs.shutdown(socket.SHUT_WR)))
+
+        def send() -> None:
+            with suppress(BrokenPipeError):  # the reader has seen enough
+                theirs.sendall(sent)
+                theirs.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=send)
         thread.start()
         into = [bytearray(len(part)) for part in parts]
         try:
