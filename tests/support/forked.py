@@ -59,6 +59,7 @@ class Origin:
             while True:
                 told = json.loads(self._socket.recv(_MAX_MESSAGE))
                 if "code" not in told:
+                    self._codes.pop(told["pid"], None)  # of one that had this number before; nobody asked for it
                     return int(told["pid"])
                 self._codes[told["pid"]] = told["code"]
 
