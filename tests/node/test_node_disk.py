@@ -7,6 +7,7 @@ import os
 import random
 import stat
 import time
+from functools import partial
 
 import pytest
 from node_harness import MIB, refused_node
@@ -22,6 +23,16 @@ NBYTES = 100_000
 
 def content(name, salt=""):
     return random.Random(name + salt).randbytes(NBYTES)
+
+
+@pytest.fixture
+def start_here(start_here):
+    return partial(start_here, fetch_s=60.0)  # however late a thread of the disk gets a core
+
+
+@pytest.fixture
+def start_node(start_node):
+    return partial(start_node, fetch_s=60.0)
 
 
 @pytest.fixture
@@ -46,10 +57,10 @@ def fill(address, names=NAMES, salt=""):
             )
 
 
-def read(address, name):
+def read(address, name, wait_s=30.0):
     with connect(address, timeout_s=30) as node:
         try:
-            with node.get(name) as found:
+            with node.get(name, wait_s=wait_s) as found:
                 return bytes(found.view)
         except ChunkMissing:
             return None
@@ -127,7 +138,7 @@ def test_what_is_deleted_or_written_anew_is_not_found_again(start_here, disk):
     node.close()
     node = start_here(disks=[disk])
     wait_until(lambda: node.status().tiers[0].chunks == 1, what="the index is read")
-    assert read(node.address, NAMES[0]) is None
+    assert read(node.address, NAMES[0], None) is None
     fill(node.address, [NAMES[1]], "new")  # its old bytes are on the disk
     node.close()
     node = start_here(disks=[disk])
