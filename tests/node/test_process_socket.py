@@ -74,19 +74,18 @@ def test_while_descriptors_are_short_who_comes_waits_and_who_is_here_is_served(
     assert counters["descriptors_short"] == 1
 
 
-def test_a_connection_wakes_whoever_polls(process_socket, dial, monkeypatch):
+def test_a_connection_wakes_whoever_polls(process_socket, dial, place, monkeypatch):
     dealer = dial()
     dealer.send(b"x")
     assert receive(process_socket) == b"x"
     assert not select.select([process_socket.queue.fd], [], [], 0)[0], "ZMQ took it"
-    with monkeypatch.context() as short:
+    with monkeypatch.context() as short, socket.socket(socket.AF_UNIX) as second:  # which does not try again
         short.setattr(descriptors, "left", lambda: 0)
         process_socket.queue.admit_waiting()
-        second = dial()
+        second.connect(str(place / "node.sock"))
         wait_until(lambda: select.select([process_socket.queue.fd], [], [], 0)[0])
         process_socket.queue.admit_waiting()
         assert not select.select([process_socket.queue.fd], [], [], 0)[0], "it was turned away"
-        second.close()
 
 
 def test_zmq_takes_nobody_whom_the_control_loop_has_not_let_in(process_socket, dial, place):
