@@ -244,6 +244,7 @@ class Writes:
         ended = [expelled.write([Piece(0, 0, 64)], payload) for payload in payloads]
         transfers = [channel.write([Piece(0, 0, 64)], payload) for payload in payloads]
         settle(ended + transfers)
+        stage.until(lambda: any(each.poll() for each in ended), "one of those has landed")
         assert stage.written(connected(writer, reader, (0, 8 * MIB)), [Piece(0, 0, 64)], b"other") == ""
         listener.expel(token)
         assert set(stage.finish(ended)) == ({"", "ChannelBroken"} if self.region.checks_writes else {""})

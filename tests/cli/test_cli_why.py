@@ -37,7 +37,7 @@ def engine(node, attach):
 
 def ask(engine, numbers, request, hints=NO_HINTS):
     """As an engine: what is there is leased for a moment, what is missing is put there."""
-    answer = engine.ask(Admit(keys(numbers), NBYTES, 4, lease_s=20.0, request=request, wait_s=2.0, hints=hints))
+    answer = engine.ask(Admit(keys(numbers), NBYTES, 4, lease_s=20.0, request=request, wait_s=60.0, hints=hints))
     if answer.granted:
         engine.ask(Fill(answer.granted_slots, layers=4, seal=True))
     if answer.lease:

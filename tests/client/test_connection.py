@@ -337,7 +337,7 @@ def test_closing_wakes_whoever_waits(address, scripted, connect):
     connection = connect(address)
     seqs = [connection.ask(Status()) for _ in range(3)]
     with waiting(*seqs, connection=connection) as answers:
+        for kind in (messages.Hello, Status):  # closing waits a moment only for what is not sent yet
+            assert scripted.read(kind).reply
         connection.close()
     assert [type(answer) for _, answer in answers] == [NodeUnavailable] * 3
-    assert scripted.read(messages.Hello).reply
-    assert not isinstance(scripted.read(Status).body, messages.Ping)
