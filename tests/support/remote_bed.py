@@ -387,7 +387,7 @@ class Bed(TierStage):
 
     def __init__(self, folder, url, *, slot_bytes=32 << 10, slots=16, codec="none", content=content, **settings):
         folder.mkdir(exist_ok=True)
-        given = RemoteSettings(**{"url": url, "timeout_s": 5.0, "lookup_s": 2.0, "codec": codec} | settings)
+        given = RemoteSettings(**{"url": url, "timeout_s": 30.0, "lookup_s": 30.0, "codec": codec} | settings)
         make = partial(open_remote, settings=given)
         super().__init__(folder, make, slot_bytes=slot_bytes, slots=slots, content=content)
 
