@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 
 import pytest
@@ -51,14 +52,16 @@ def test_a_file_from_the_future_is_read_when_it_has_been_the_same_for_a_while(tm
     assert file.value == "whole"
 
 
-def test_a_file_that_is_being_written_is_not_read(tmp_path):
+def test_a_file_that_is_being_written_is_not_read(tmp_path, monkeypatch):
     """Cut off where a node ends it makes sense: the others would be thrown out."""
-    path = tmp_path / "roster.toml"
+    path, now_ns = tmp_path / "roster.toml", time.time_ns()
+    monkeypatch.setattr(reread.time, "time_ns", lambda: now_ns)
     entries = [f'[nodes.n{number}]\naddress = "ipc:///run/{number}"\n' for number in range(2)]
 
     def write(text):
         path.write_text(text)
         path.chmod(0o600)
+        os.utime(path, ns=(now_ns, now_ns))
 
     write("".join(entries))
     settled(path)
