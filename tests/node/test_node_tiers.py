@@ -29,7 +29,7 @@ def redis(tmp_path):
 @pytest.fixture
 def node(start_node, place, redis):
     disks = [str(place / name) for name in "ab"]
-    node = start_node(arena_bytes=MIB, disks=disks, remote=redis.url, metrics="127.0.0.1:0")
+    node = start_node(arena_bytes=MIB, disks=disks, remote=redis.url, remote_lookup_s=20.0, metrics="127.0.0.1:0")
     wait_until(lambda: all(tier.state == "ok" for tier in node.status().tiers), what="all tiers are ready")
     return node
 
@@ -114,7 +114,7 @@ def test_what_one_node_has_stored_another_serves_from_arena_disk_and_remote_in_o
 
     save(keys[20:], "remote_stored", remote=redis.url)
     save(keys[10:20], "disk_stored", **disk)
-    node = start_here(remote=redis.url, **disk)
+    node = start_here(remote=redis.url, remote_lookup_s=20.0, **disk)
     wait_until(lambda: [tier.state for tier in node.status().tiers] == ["ok", "ok"], what="both tiers are ready")
     with contextlib.closing(Engine(node.address)) as engine:
         engine.save({name: contents[name] for name in keys[:10]})

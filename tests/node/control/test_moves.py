@@ -34,7 +34,7 @@ def pair(tmp_path_factory):
     server = made("redis", folder / "redis").start()
     try:
         of_one = {"a": {"arena_bytes": 64 * MIB}, "b": {"arena_bytes": 4 * MIB}}
-        with disk_pair(folder, of_one=of_one, remote=server.url) as cluster:
+        with disk_pair(folder, of_one=of_one, remote=server.url, remote_lookup_s=20.0) as cluster:
             cluster.server = server
             engines = {name: Engine(cluster.address(name)) for name in "ab"}
             wires = {name: attached(cluster.address(name), kind="controller") for name in "ab"}
