@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -137,8 +138,11 @@ def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.Lo
     engine = bed.engine()
     engine.finish(engine.save(tokens(30, CHUNK)))
     bed.node.wait_sealed(1)
+    copier, is_through = engine.workers[0]._copier, threading.Event()  # noqa: SLF001
+    copier.after_copies(is_through.set)
+    assert is_through.wait(20), "behind the seal it waits for more events of this step"
     told = len(bed.told(Fill)), len(bed.told(Abort))
-    window = engine.workers[0]._copier._mapped  # noqa: SLF001
+    window = copier._mapped
     engine.streams.fault = "an illegal memory access was encountered"
     prompts = [tokens(seed, CHUNK) for seed in (31, 32, 33)]
     engine.finish(engine.save(prompts[0]))

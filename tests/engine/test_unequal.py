@@ -21,6 +21,7 @@ from pdx.config import ConnectorConfig
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import LayoutError
 from pdx.memory.share import Share
+from pdx.testing.waiting import wait_until
 from pdx.vllm.step import step_record
 
 WHOLE = (LAYERS,)
@@ -219,6 +220,9 @@ def test_a_worker_of_another_stage_is_awaited(start_here: Callable[..., NodeThre
     node, shape = start_here(), SHAPES["2 stages to 1"]
     with shape.write(node.address) as writer:
         writer.worker_guards[1].close()
+        wait_until(
+            lambda: [each.kind for each in node.status().attached].count("worker") == 1, what="the node has heard of it"
+        )
         for of_worker in (writer.workers, writer.worker_guards, writer.by_rank, writer.layers):
             of_worker.pop()
         writer.finish(writer.save(tokens(8, 2 * CHUNK)))

@@ -28,6 +28,7 @@ from pdx.engine.step import BlockHashing, LeftOut, StepLimits, StepRecord
 from pdx.engine.worker import WorkerHalf
 from pdx.memory.layout import CacheGroups, KvLayout, Place
 from pdx.vllm.step import step_record
+from pdx.wire.messages import Ping
 
 if TYPE_CHECKING:
     from stream_bed import LaggingStreams
@@ -431,6 +432,11 @@ class ToyEngine:
         self.free += request.block_ids
         self.idle()
         return told
+
+    def hear(self) -> None:
+        """Until the node has heard all that the halves have told it, and they all that it has answered so far."""
+        for half in (self.scheduler, *self.workers):
+            half.link.connection.call(Ping(), 30)
 
     @property
     def is_attached(self) -> bool:
