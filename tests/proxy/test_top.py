@@ -157,7 +157,8 @@ class Terminal:
 
     def read(self):
         with contextlib.suppress(BlockingIOError):
-            self.seen += os.read(self.ours, 1 << 16)
+            while True:  # one call gives a part
+                self.seen += os.read(self.ours, 1 << 16)
 
     def shows(self, words):
         self.read()
@@ -166,8 +167,9 @@ class Terminal:
 
     async def ended(self):
         def has_ended():
-            self.read()
-            return self.process.poll() is not None
+            is_over = self.process.poll() is not None
+            self.read()  # behind it: all that it has said
+            return is_over
 
         await until(has_ended, 60)
         return self.process.returncode
