@@ -366,15 +366,14 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
             held = events  # sent with the first token, which follows at once: until then, another engine may serve
         elif events:
             held = []
-            if sse.is_empty(events[-1]):
-                pass
-            elif token_at and events[0] != sse.DONE:
+            is_word = not all(map(sse.is_empty, events))
+            if is_word and not token_at:
+                exchange.token(answer.engine, streams=True)
+                token_at = time.monotonic()
+            elif is_word and events[0] != sse.DONE:
                 now = time.monotonic()
                 itl.observe(now - token_at)
                 token_at = now
-            elif not token_at:
-                exchange.token(answer.engine, streams=True)
-                token_at = time.monotonic()
             await _pass_on(exchange, events, shape)
         exchange.answered = ends
         chunk = b"" if ends else await answer.read_some()

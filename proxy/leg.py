@@ -99,6 +99,7 @@ class Answer:
         self.scope = asyncio.timeout(None)
         self._idle_s = idle_s
         self._health = health
+        self._silent_s = 0.0  # for how long the engine has sent comments only, while it was waited for
         self._content: aiohttp.StreamReader | None = None
 
     def arrived(self, response: aiohttp.ClientResponse) -> None:
@@ -138,17 +139,21 @@ class Answer:
         """The next bytes, b"" at the end. :raises LegFailed: the engine disconnected."""
         assert self._content is not None
         use = self.use
-        if not self.waits_for_engine:
-            self.since = self._health.clock()
+        if use is not None:
+            self.since = self._health.clock() - self._silent_s
         self.waits_for_engine = True
         try:
             found = await self._content.readany()
         except (aiohttp.ClientError, OSError) as error:
             raise failed(Reason.RESET, self.engine, type(error).__name__) from error
-        if use is None or (self.is_stream and sse.is_comment(found)):  # a server's comments come without a model
+        if use is None:
             return found
-        self.since = self._health.clock()
-        self.waits_for_engine = False
+        now = self._health.clock()
+        is_comment = self.is_stream and sse.is_comment(found)  # which a server sends without a model
+        self._silent_s = now - self.since if is_comment else 0.0
+        self.since, self.waits_for_engine = now, False
+        if is_comment:
+            return found
         self.limit_s = self._idle_s
         if found:
             if is_served := self.status == HTTPStatus.OK:

@@ -9,6 +9,7 @@ from pdx.errors import ProtocolError
 MAX_EVENT_BYTES = 64 << 20
 DONE = b"data: [DONE]\n\n"
 _BLANK = b"\n\n"
+_COMMENTS = re.compile(rb"(?::[^\r\n]*+[\r\n]++)+")
 _END = re.compile(rb"\r?\n\r?\n")
 
 
@@ -62,14 +63,14 @@ def with_data(whole: bytes, payload: bytes) -> bytes:
     return name + event(payload)
 
 
-def is_comment(event: bytes) -> bool:
-    """Whether this only keeps a connection alive: it is no part of the answer."""
-    return event.startswith(b":")
+def is_comment(found: bytes) -> bool:
+    """Whether all that was read only keeps a connection alive: it is no part of the answer."""
+    return _COMMENTS.fullmatch(found) is not None
 
 
 def is_empty(event: bytes) -> bool:
     """Whether this is a comment, or says only that a response has begun."""
-    return event.startswith((b":", b"event: response.created\n", b"event: response.in_progress\n"))
+    return event.startswith((b"event: response.created\n", b"event: response.in_progress\n")) or is_comment(event)
 
 
 def is_done(event: bytes) -> bool:

@@ -73,8 +73,7 @@ class HandoverServer:
         now = self._env.clock()
         for asker in [asker for asker in self._askers.values() if asker.deadline <= now]:
             self._refuse(asker, f"no ticket within {TIMEOUT_S:g} s")
-        if self._listener.fileno() >= 0:
-            self._listen()
+        self._listen()
 
     def close(self) -> None:
         """Close everything and remove the socket. Idempotent."""
@@ -89,7 +88,9 @@ class HandoverServer:
     # ---- one connection ---------------------------------------------------------------------
 
     def _listen(self, *, may_accept: bool = True) -> None:
-        """Accept connections exactly as long as there is room for one."""
+        """Accept connections exactly as long as there is room for one, and until this is closed."""
+        if self._listener.fileno() < 0:
+            return
         is_free = may_accept and len(self._askers) < MAX_UNPROVED
         if is_free and not self._is_listening:
             self._poller.register(self._listener.fileno(), select.POLLIN)
@@ -157,5 +158,4 @@ class HandoverServer:
         del self._askers[asker.stream.fileno()]
         self._poller.unregister(asker.stream.fileno())
         asker.stream.close()
-        if self._listener.fileno() >= 0:
-            self._listen()
+        self._listen()

@@ -73,8 +73,8 @@ class Content(BlockHashing):
         modules = getattr(lora, "target_modules", None)
         self._lora_modules = modules if modules is None else sorted(modules)  # the only ones adapted; None: all
         drafts = getattr(vllm_config, "speculative_config", None)
-        is_behind = drafts is not None and not vllm_config.scheduler_config.async_scheduling  # an answer's end
-        self._has_stale_sessions = is_behind or not trims_session_hashes()
+        keeps_drafts = drafts is not None and not vllm_config.scheduler_config.async_scheduling  # behind answers' ends
+        self._has_stale_sessions = keeps_drafts or not trims_session_hashes()
         self._has_towers = bool(getattr(lora, "enable_tower_connector_lora", False))
         # An external encoder knows media by vLLM's names, and this process has only their sizes.
         self._media = _Media(is_whole=getattr(vllm_config, "ec_transfer_config", None) is None)
@@ -132,12 +132,11 @@ class Content(BlockHashing):
         lora, media = request.lora_request, request.mm_features
         hasher = getattr(request, "_block_hasher", None)
         may_get_media = hasher is not None and getattr(request, "resumable", False)  # by a later input of its session
-        stale = _STALE_SESSION if may_get_media and self._has_stale_sessions else None
-        is_mixed = getattr(request, "prompt_is_token_ids", None)  # where an embedding lies, the token is hashed as 0
-        if wrong := stale or (_MIXED if is_mixed else None):
+        is_stale = may_get_media and self._has_stale_sessions
+        if is_stale or getattr(request, "prompt_is_token_ids", None):  # where an embedding lies, 0 is hashed
             if is_new:  # else others would find its blocks in vLLM's own cache, and save them under their keys
                 self.keep_apart(request, "misnamed")
-            return wrong
+            return _STALE_SESSION if is_stale else _MIXED
         if not lora and not media and not may_get_media:
             return None
         if hasher is None or not is_new:

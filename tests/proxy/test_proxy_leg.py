@@ -136,6 +136,14 @@ async def test_a_comment_comes_from_no_model():
         await within(alone.task)
 
 
+async def test_what_comes_with_a_comment_comes_from_the_model():
+    alone = Alone()
+    await alone.after(119, b": keep-alive\n\ndata: {}\n\n")
+    assert alone.record.heard_at == 0
+    alone.session.bytes.put_nowait(b"")
+    await alone.task
+
+
 @pytest.mark.parametrize(
     ("data", "limit", "is_whole"), [(None, 600, False), (b"x", 120, False), (None, 3600, True), (b"x", 120, True)]
 )
@@ -188,11 +196,12 @@ async def test_the_kernel_asks_whether_a_silent_engines_host_is_there():
         assert (await within(asked))[0] == 200
 
 
-async def test_a_client_that_takes_nothing_is_not_the_engines_fault():
+@pytest.mark.parametrize(("data", "limit"), [(b"x", 120), (b": keep-alive\n\n", 600)])
+async def test_a_client_that_takes_nothing_is_not_the_engines_fault(data, limit):
     alone = Alone()
     alone.may_read.clear()
-    await alone.after(121, b"x")
-    with pytest.raises(ClientGone, match="120 s"):
+    await alone.after(limit + 1, data)
+    with pytest.raises(ClientGone, match=f"{limit} s"):
         await within(alone.task)
     assert not alone.record.avoided
 

@@ -247,7 +247,7 @@ def test_under_a_flood_it_pauses_so_that_its_process_can_do_other_work(make_bed,
 
     def are_taken():
         bed.now += 0.01
-        return set(bed.filter.newcomers()) >= {f"127.0.1.{number}" for number in range(1, 41)}
+        return len(bed.filter.newcomers()) == 1 + len(flood)
 
     wait_until(are_taken)
     flood[-1].sendall(GREETING)
