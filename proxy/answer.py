@@ -157,7 +157,6 @@ class AsItIs:
             refused = Reason.STATUS_4XX if answer.status >= 400 else Reason.MALFORMED
             raise failed(refused, answer.engine, f"{answer.status}, {answer.content_type!r}")
         raw = await answer.read()
-        exchange.mark(Event.DECODE_FIRST, answer.engine)
         if answer.status >= 400:
             exchange.outcome = Outcome.CLIENT_ERROR
         elif self._route.member.search(raw) is None:
@@ -165,12 +164,13 @@ class AsItIs:
         elif self._route.aborted.search(raw) is not None:
             raise failed(Reason.TRUNCATED, answer.engine, "it has aborted the request")
         else:
+            exchange.mark(Event.DECODE_FIRST, answer.engine)
             exchange.token(answer.engine, streams=False)
         exchange.reply.pass_on(answer.headers)
         exchange.reply.whole(answer.status, await self.whole(raw), content_type=answer.content_type)
 
     async def first(self, exchange: Exchange, answer: Answer) -> bytes:
-        """The first bytes to send of a stream."""
+        """The next bytes to send of a stream of which no token has come yet."""
         return await answer.read_some()
 
     def at_once(self, events: list[bytes]) -> bytes | None:
@@ -344,10 +344,7 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
     is_last = sse.is_done if exchange.route.last_event is None else exchange.route.last_event.match
     is_aborted, ends, fault = exchange.route.aborted.search, False, None
     writes, held = exchange.reply.writes, list[bytes]()
-    chunk = await shape.first(exchange, answer)
-    itl, token_at = exchange.metrics.itl[exchange.mode], 0.0
-    if chunk:
-        exchange.mark(Event.DECODE_FIRST, answer.engine)
+    chunk, token_at = await shape.first(exchange, answer), 0.0
     while chunk:
         try:
             events = held + splitter.feed(chunk)
@@ -368,15 +365,16 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
             held = []
             is_word = not all(map(sse.is_empty, events))
             if is_word and not token_at:
+                exchange.mark(Event.DECODE_FIRST, answer.engine)
                 exchange.token(answer.engine, streams=True)
                 token_at = time.monotonic()
             elif is_word and events[0] != sse.DONE:
                 now = time.monotonic()
-                itl.observe(now - token_at)
+                exchange.metrics.itl[exchange.mode].observe(now - token_at)
                 token_at = now
             await _pass_on(exchange, events, shape)
         exchange.answered = ends
-        chunk = b"" if ends else await answer.read_some()
+        chunk = b"" if ends else await (answer.read_some() if token_at else shape.first(exchange, answer))
     if not ends:
         if not sse.is_done(splitter.rest):
             raise failed(Reason.TRUNCATED, answer.engine)

@@ -97,7 +97,7 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
         return nullcontext(self.headers) if self.trace is None else self.trace.leg(name, engine, self.headers)
 
     def set_mode(self, mode: Mode, why: str) -> None:
-        """Serve it so from now on; nothing may have been sent to the client yet."""
+        """Serve it so from now on; nothing of the answer may have been sent to the client yet."""
         self.timeline.mode = mode
         self.timeline.why = why
         self.reply.describe(self.transfer, mode)

@@ -99,7 +99,7 @@ class Answer:
         self.scope = asyncio.timeout(None)
         self._idle_s = idle_s
         self._health = health
-        self._silent_s = 0.0  # for how long the engine has sent comments only, while it was waited for
+        self._silent_s = 0.0  # for how long its model has said nothing, while it was waited for
         self._content: aiohttp.StreamReader | None = None
 
     def arrived(self, response: aiohttp.ClientResponse) -> None:
@@ -149,10 +149,10 @@ class Answer:
         if use is None:
             return found
         now = self._health.clock()
-        is_comment = self.is_stream and sse.is_comment(found)  # which a server sends without a model
-        self._silent_s = now - self.since if is_comment else 0.0
+        is_empty = self.is_stream and sse.is_empty(found)
+        self._silent_s = now - self.since if is_empty else 0.0
         self.since, self.waits_for_engine = now, False
-        if is_comment:
+        if is_empty:
             return found
         self.limit_s = self._idle_s
         if found:

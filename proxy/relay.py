@@ -222,7 +222,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             reason = self._prefill_failed(exchange, failure)
             self._note_fallback(exchange, reason)
             self._cancel(exchange, reason)
-            if not exchange.reply.started:
+            if not exchange.reply.writes:
                 exchange.set_mode(Mode.ALONE, reason)
             return failure
         if exchange.expecting:

@@ -9,7 +9,8 @@ from pdx.errors import ProtocolError
 MAX_EVENT_BYTES = 64 << 20
 DONE = b"data: [DONE]\n\n"
 _BLANK = b"\n\n"
-_COMMENTS = re.compile(rb"(?::[^\r\n]*+[\r\n]++)+")
+_LINE = re.compile(rb"[\r\n][^:\r\n]")  # the beginning of one that is no comment, behind another
+_BEGUN = re.compile(rb"(?:event: response\.(?:created|in_progress)\r?\ndata:[^\r\n]*+[\r\n]++)+")
 _END = re.compile(rb"\r?\n\r?\n")
 
 
@@ -65,12 +66,12 @@ def with_data(whole: bytes, payload: bytes) -> bytes:
 
 def is_comment(found: bytes) -> bool:
     """Whether all that was read only keeps a connection alive: it is no part of the answer."""
-    return _COMMENTS.fullmatch(found) is not None
+    return found.startswith(b":") and found.endswith((b"\r", b"\n")) and _LINE.search(found) is None
 
 
-def is_empty(event: bytes) -> bool:
-    """Whether this is a comment, or says only that a response has begun."""
-    return event.startswith((b"event: response.created\n", b"event: response.in_progress\n")) or is_comment(event)
+def is_empty(found: bytes) -> bool:
+    """Whether a server says this by itself, before its model has begun: comments, or that there is a response."""
+    return is_comment(found) or _BEGUN.fullmatch(found) is not None
 
 
 def is_done(event: bytes) -> bool:

@@ -200,7 +200,7 @@ _PROXY_HISTOGRAMS = {
     "itl_seconds": ("Between two pieces of a stream; tokens that come together are one piece.", "mode"),
     "request_seconds": ("From a request's arrival to the end of its answer.", "route", "mode"),
     "leg_seconds": (
-        "From when a leg was first sent to a prefill engine's whole answer, and to a decode engine's first bytes.",
+        "From when a leg was first sent to a prefill engine's whole answer, and to a decode engine's first token.",
         "leg",
     ),
     "handoff_seconds": ("From prefill's end until the decode engine may run, as nodes saw it.",),

@@ -30,7 +30,7 @@ class Event(StrEnum):
     LOAD_START = "load_start"  # decode worker: scattering starts
     LOAD_END = "load_end"  # decode worker: scattering is done; nbytes = scattered
     RUNNABLE = "runnable"  # decode scheduler: the request may run
-    DECODE_FIRST = "decode_first"  # proxy: first byte from the decode leg
+    DECODE_FIRST = "decode_first"  # proxy: first token from the decode leg
     DONE = "done"  # proxy: the last byte is on its way to the client
 
 
@@ -50,7 +50,7 @@ class Breakdown(msgspec.Struct, frozen=True):
     prefill_ms: float | None
     handoff_ms: float | None  # prefill end -> the decode engine may run
     load_ms: float | None
-    first_decode_ms: float | None  # may run -> first byte of the decode leg
+    first_decode_ms: float | None  # may run -> first token of the decode leg
     push_ms: float | None  # prefill end -> everything is on the decode's node, 0 if it was before; None: no wire
     push_lead_ms: float | None  # the reverse: how long before prefill's end everything was there
     moved_bytes: int  # gathered by the prefill engine

@@ -357,14 +357,17 @@ class StandIn:
     async def stream(self, request, body, head, chat, prompt, limit):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **self.headers})
         await response.prepare(request)
-        await self.kv_of(body)
+        if self.fault != "comment_first":
+            await self.kv_of(body)
         if self.fault == "hang_first":
             await self.hang()
-        if self.fault == "comment":
+        if self.fault in ("comment", "comment_first"):
             await response.write(b": keep-alive\n\n")
+        if self.fault == "comment":
             return response
-        if self.fault == "reset_first":
+        if self.fault in ("reset_first", "comment_first"):
             await self.released.wait()
+        if self.fault == "reset_first":
             request.transport.abort()
         options = body["stream_options"]
         if chat:

@@ -1,7 +1,9 @@
 """Merging the two legs' answers, and cutting streams into events."""
 
 import asyncio
+import contextlib
 import json
+import tracemalloc
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
@@ -92,14 +94,39 @@ def test_what_only_begins_an_answer_waits_for_the_rest(route, begun, end):
 def test_a_comment_is_no_part_of_an_answer():
     """With --sse-keep-alive-interval vLLM sends some before the first token, which may be another engine's."""
     comment, token = b": keep-alive\n\n", b"data: {}\n\n"
-    exchange = MagicMock(route=Route.CHAT, reply=MagicMock(writes=0, write=AsyncMock()))
+    said = []
+
+    async def write(events, *, is_ahead):
+        said.append((events, is_ahead, exchange.mark.called))
+
+    exchange = MagicMock(route=Route.CHAT, reply=MagicMock(writes=0, write=write))
     leg = MagicMock(read_some=AsyncMock(side_effect=[comment, token + comment, comment, b""]))
     with pytest.raises(LegFailed):
         asyncio.run(AsItIs(Route.CHAT).take(exchange, leg))
-    said = [(*each.args, each.kwargs["is_ahead"]) for each in exchange.reply.write.await_args_list]
-    assert said == [(comment, True), (token + comment, False), (comment, True)]
+    assert said == [(comment, True, False), (token + comment, False, True), (comment, True, True)]
     assert exchange.token.call_count == 1
     assert not exchange.metrics.itl[exchange.mode].observe.called
+
+
+@pytest.mark.parametrize(
+    ("status", "raw"), [(400, b"{}"), (200, b"{}"), (200, b'{"choices":[{"finish_reason":"abort"}]}')]
+)
+def test_an_engine_that_has_sent_no_token_is_not_remembered_for_a_session(status, raw):
+    exchange = MagicMock(route=Route.CHAT, reply=MagicMock(started=False))
+    leg = MagicMock(engine=ENGINE, is_stream=False, status=status, read=AsyncMock(return_value=raw))
+    with contextlib.suppress(LegFailed):
+        asyncio.run(AsItIs(Route.CHAT).take(exchange, leg))
+    assert not exchange.mark.called
+
+
+def test_a_comment_is_known_without_memory_for_each_of_its_lines():
+    comment = b":\n" * (1 << 16)
+    tracemalloc.start()
+    try:
+        assert sse.is_comment(comment)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 16
+    finally:
+        tracemalloc.stop()
 
 
 def behind(text="", *, continues=True):

@@ -154,6 +154,26 @@ async def test_a_decode_engine_that_has_the_first_token_first_sends_it(made):
     assert normal_stream(raw) == normal_stream(want)
 
 
+@pytest.mark.parametrize("mode", ["forward", "alone"])
+async def test_a_comment_of_the_decode_engine_is_not_its_first_token(made, mode):
+    """So the prefill engine's goes to the client and, if that one fails, the request is counted as served alone."""
+    want = (await made.post(COMPLETIONS, STREAM, base=made.decode.url))[2]
+    made.prefill.fault, made.decode.fault = "hold", "comment_first"
+    async with made.client.post(made.url + COMPLETIONS, json=STREAM) as response:
+        raw = await within(response.content.readuntil(b"\n\n"))
+        assert raw == b": keep-alive\n\n"
+        if mode == "forward":
+            made.prefill.released.set()
+            raw += await within(response.content.readuntil(b"\n\n"))
+        else:
+            await made.prefill.stop()
+            await made.metric_reaches(1, "pdx_proxy_fallbacks_total", reason="prefill_reset")
+        made.decode.released.set()
+        raw += await within(response.read())
+    assert normal_stream(raw) == normal_stream(want)
+    assert await made.metric("pdx_proxy_requests_total", mode=mode) == 1
+
+
 END_OF_TEXT = 256
 
 

@@ -125,20 +125,25 @@ async def test_a_stream_may_last_as_long_as_bytes_come():
     assert alone.record.failures == 0
 
 
-async def test_a_comment_comes_from_no_model():
-    """vLLM's server sends some while its engine computes, or hangs: that would never have ended."""
+BEGUN = b'event: response.created\ndata: {"sequence_number":0}\n\nevent: response.in_progress\ndata: {}\n\n'
+
+
+@pytest.mark.parametrize("said", [b": keep-alive\n\n", BEGUN, BEGUN.replace(b"\n", b"\r\n")])
+async def test_what_a_server_says_by_itself_comes_from_no_model(said):
+    """vLLM's sends it while its engine computes, or hangs: that would never have ended, nor have been noticed."""
     alone = Alone()
     for _ in range(6):
         assert not alone.task.done()
-        await alone.after(100, b": keep-alive\n\n")
+        await alone.after(100, said)
     assert alone.record.heard_at < 0
     with pytest.raises(LegFailed, match="nothing for 600 s"):
         await within(alone.task)
 
 
-async def test_what_comes_with_a_comment_comes_from_the_model():
+@pytest.mark.parametrize("beside", [b": keep-alive\n\n", BEGUN])
+async def test_what_comes_beside_that_comes_from_the_model(beside):
     alone = Alone()
-    await alone.after(119, b": keep-alive\n\ndata: {}\n\n")
+    await alone.after(119, beside + b"data: {}\n\n")
     assert alone.record.heard_at == 0
     alone.session.bytes.put_nowait(b"")
     await alone.task
