@@ -171,8 +171,12 @@ class Probes:
         with suppress(TimeoutError):  # those before it may have waited long
             async with asyncio.timeout(_ALL_S), self._kept_for(headers).lock:
                 if not self._is_known(model):
-                    asked = (self._cards_of(each, headers, float("inf")) for each in self._due(engines))
+                    asked = (self._cards_of(each, headers, float("inf")) for each in self._due(self._well_first()))
                     await asyncio.gather(*asked)
+
+    def _well_first(self) -> list[Engine]:
+        """All engines; those that may hang get the last turns."""
+        return sorted(self._engines.all(), key=lambda each: self._health.of(each.url).avoided)
 
     def _is_known(self, model: str | None) -> bool:
         """Whether an engine is known to have the model, or to have no list."""
@@ -201,7 +205,7 @@ class Probes:
                     return engine if answer.status == HTTPStatus.OK else None
             return None
 
-        engines = sorted(self._engines.all(), key=lambda each: self._health.of(each.url).avoided)  # which may hang
+        engines = self._well_first()
         if len(engines) < 2:
             return None
         asking = [asyncio.create_task(asked(engine)) for engine in engines]

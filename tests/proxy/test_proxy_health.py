@@ -254,11 +254,12 @@ def test_who_looks_for_responses_where_an_engine_hangs_keeps_nobody_from_the_mod
     assert (type(found[-1]), found[-1].status, found[-1].retry_after_s) == (RequestRefused, 429, 1)
 
 
-def test_a_response_is_found_though_most_engines_hang():
+def test_a_response_and_a_new_model_are_found_though_most_engines_hang():
     """Those that are suspect are asked last: there was never a turn for others."""
 
     async def keeps(engine, path, **how):
-        return (Mock(status=200), b"") if engine.node else await hung(engine, path, **how)
+        listed = b'{"data": [{"id": "new"}]}'
+        return (Mock(status=200, failure=None), listed) if engine.node else await hung(engine, path, **how)
 
     async def main():
         known = [Engine(url=f"http://{n}", name="e", prefills=True, decodes=True, named=True) for n in range(40)]
@@ -266,9 +267,11 @@ def test_a_response_is_found_though_most_engines_hang():
         probes, health = probes_of(asyncio.get_running_loop().time, known, keeps)
         for engine in known[:-1]:
             health.failed(health.begin(engine.url), Reason.TIMEOUT)
-        return await probes.holder("r", {})
+        await probes.place("new", {})
+        return health.of("http://n").models, await probes.holder("r", {})
 
-    assert run_ahead(main()).node == "n"
+    models, holder = run_ahead(main())
+    assert (models, holder.node) == ({"new": None}, "n")
 
 
 def test_requests_of_a_new_model_wait_neither_for_each_engine_that_hangs_nor_for_each_other():
