@@ -217,12 +217,14 @@ class Cluster:
         self.proxy.env.clock.ahead_s += seconds
 
     async def outlast(self, request):
-        """What becomes of a request though an engine hangs: while one does, the proxy's clock goes past its limits."""
-        task = asyncio.create_task(request)
+        """What becomes of a request though an engine hangs: while one does, the proxy's clock goes past its limits, once
+        no prefill engine is about to answer."""
+        task, record = asyncio.create_task(request), self.proxy.engines.health.of
         async with asyncio.timeout(DEADLINE_S):
             while not task.done():
                 await asyncio.sleep(0.02)
-                if any(engine.hanging for engine in (*self.prefills, *self.decodes)):
+                answers = any(record(engine.url).in_flight > engine.hanging for engine in self.prefills)
+                if not answers and any(engine.hanging for engine in (*self.prefills, *self.decodes)):
                     self.pass_time(HANG_S)
                     await asyncio.wait([task], timeout=0.3)
         return await task
