@@ -350,7 +350,7 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
             events = held + splitter.feed(chunk)
         except ProtocolError as error:
             raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
-        for count, event in enumerate(events, 1):
+        for count, event in enumerate(map(sse.bare, events), 1):
             if _ERROR.match(event) or is_aborted(event):
                 fault, outcome = _fault(answer, event)
                 if fault.reason != Reason.STATUS_4XX and exchange.reply.writes == writes:
@@ -359,7 +359,7 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
             if is_last(event):
                 events, ends = events[:count], True  # what comes after that is ignored
                 break
-        if not (token_at or ends or held) and events and _BEGUN.match(events[-1]):
+        if not (token_at or ends or held) and events and _BEGUN.match(sse.bare(events[-1])):
             held = events  # sent with the first token, which follows at once: until then, another engine may serve
         elif events:
             held = []

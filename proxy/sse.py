@@ -64,6 +64,12 @@ def with_data(whole: bytes, payload: bytes) -> bytes:
     return name + event(payload)
 
 
+def bare(event: bytes) -> bytes:
+    """The event without the comments before it, which are lines of their own."""
+    found = _LINE.search(event) if event.startswith(b":") else None
+    return event if found is None else event[found.start() + 1 :]
+
+
 def is_comment(found: bytes) -> bool:
     """Whether all that was read only keeps a connection alive: it is no part of the answer."""
     return found.startswith(b":") and found.endswith((b"\r", b"\n")) and _LINE.search(found) is None
@@ -71,7 +77,7 @@ def is_comment(found: bytes) -> bool:
 
 def is_empty(found: bytes) -> bool:
     """Whether a server says this by itself, before its model has begun: comments, or that there is a response."""
-    return is_comment(found) or _BEGUN.fullmatch(found) is not None
+    return is_comment(found) or _BEGUN.fullmatch(bare(found)) is not None
 
 
 def is_done(event: bytes) -> bool:

@@ -217,8 +217,8 @@ class Cluster:
         self.proxy.env.clock.ahead_s += seconds
 
     async def outlast(self, request):
-        """What becomes of a request though an engine hangs: while one does, the proxy's clock goes past its limits, once
-        no prefill engine is about to answer."""
+        """What becomes of a request though an engine hangs: while one does, the proxy's clock goes past its limits,
+        once no prefill engine is about to answer."""
         task, record = asyncio.create_task(request), self.proxy.engines.health.of
         async with asyncio.timeout(DEADLINE_S):
             while not task.done():

@@ -78,6 +78,7 @@ BEGUN = [(Route.CHAT, ROLE, ABORTED), (Route.CHAT, ROLE, b"")]
 BEGUN += [
     (Route.MESSAGES, b"event: message_start\n\n", b'event: message_delta\ndata: {"delta":{"stop_reason":null}}\n\n'),
     (Route.CHAT, ROLE, b'data: {"error": {"code": 500}}\n\n'),
+    (Route.CHAT, b": a line\n" + ROLE, b': a line\r\n:\r\ndata: {"error": {"code": 500}}\n\n'),
 ]
 
 

@@ -315,6 +315,7 @@ LATE = [
     (Route.MESSAGES, b'event: error\ndata: {"type": "error", "error": {"type": "internal_error"}}\n\n', "broken", 0),
     (Route.MESSAGES, STOP % b"null", "broken", 1),
     (Route.MESSAGES, STOP % b'"end_turn"', "ok", 0),
+    (Route.MESSAGES, (STOP % b'"end_turn"').replace(b"\n\nevent", b"\n\n: a line\nevent"), "ok", 0),
     (Route.RESPONSES, b"event: response.failed\ndata: {}\n\n", "broken", 0),
     (Route.RESPONSES, b'event: response.completed\ndata: {"metadata":{"finish_reason":"abort"}}\n\n', "ok", 0),
 ]
