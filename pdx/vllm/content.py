@@ -32,6 +32,9 @@ from pdx.vllm.releases import can_reuse, skips_cache, trims_session_hashes
 log = logging.getLogger("pdx.vllm")
 
 _HEX = 64  # digits of a digest
+# Kept apart: others would find its blocks in vLLM's own cache under their hashes, and save them. Before 0.31 vLLM hashes
+# an adapter's name like a salt, which a request without an adapter may have.
+_MISNAMED = "misnamed"
 _NO_MEDIA = LeftOut(
     "unnamed_media",
     "the media of request %s are neither saved nor found: their content is not in the engine's core process (see "
@@ -127,22 +130,27 @@ class Content(BlockHashing):
             return LeftOut("naming_failed", f"request %s is neither saved nor found, its inputs have no names: {why}")
 
     def _name(self, request: Any, is_new: bool) -> LeftOut | None:
-        if not self._can_reuse or skips_cache(request):
+        if not self._can_reuse:
             return _NO_REUSE
         lora, media = request.lora_request, request.mm_features
         hasher = getattr(request, "_block_hasher", None)
         may_get_media = hasher is not None and getattr(request, "resumable", False)  # by a later input of its session
         is_stale = may_get_media and self._has_stale_sessions
-        if is_stale or getattr(request, "prompt_is_token_ids", None):  # where an embedding lies, 0 is hashed
-            if is_new:  # else others would find its blocks in vLLM's own cache, and save them under their keys
-                self.keep_apart(request, "misnamed")
+        is_mixed = getattr(request, "prompt_is_token_ids", None)  # where an embedding lies, 0 is hashed
+        needs_all = skips_cache(request)
+        if is_new and (is_stale or is_mixed or (lora and needs_all)):
+            self.keep_apart(request, _MISNAMED)
+        if is_stale or is_mixed:
             return _STALE_SESSION if is_stale else _MIXED
+        if needs_all:
+            return _NO_REUSE
         if not lora and not media and not may_get_media:
             return None
         if hasher is None or not is_new:
             return _NO_HASHES
         claim = self._claim(lora) if lora else None
         if claim and not claim.digest:
+            self.keep_apart(request, _MISNAMED)
             return _NO_ADAPTER
         adapter = self._adapter(lora, claim.digest) if claim else None
         if lora and not claim:  # vLLM's own cache has blocks under the adapter's name, perhaps of other weights

@@ -32,6 +32,7 @@ with warnings.catch_warnings():
     )
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.sampling_params import SamplingParams
 
     from pdx.vllm import adapters as adapters_module
     from pdx.vllm.adapters import AdapterDigests, Claim, LoadedAdapters, adapter_of, watch
@@ -155,6 +156,18 @@ def test_an_adapter_that_cannot_be_read_is_neither_saved_nor_found(path: str, mo
     content = engine()
     tell(content, sql(path))
     assert left_out(content, request_of(lora_request=sql(path))) == "unnamed_adapter"
+
+
+@pytest.mark.parametrize(("prompt_logprobs", "why"), [(None, "unnamed_adapter"), (0, "")])
+def test_an_adapters_name_is_no_salt_in_vllms_own_cache(prompt_logprobs: int | None, why: str) -> None:
+    """Before 0.31 vLLM hashes both alike: requests with the salt would save what the adapter has computed."""
+    lora, content = sql("/no/such/adapter"), engine()
+    tell(content, lora)
+    request = request_of(sampling=SamplingParams(max_tokens=1, prompt_logprobs=prompt_logprobs), lora_request=lora)
+    salted = request_of(cache_salt=lora.lora_name)
+    assert left_out(content, request) == why
+    assert left_out(content, salted) is None
+    assert set(request.block_hashes).isdisjoint(salted.block_hashes)
 
 
 def test_an_adapter_of_a_hub_is_known_from_its_download_or_by_what_the_workers_have_loaded(

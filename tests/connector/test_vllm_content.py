@@ -369,12 +369,16 @@ def test_a_prompt_that_mixes_tokens_and_embeddings_is_left_out() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"resumable": True}, {"prompt_is_token_ids": [False, *[True] * (PROMPT - 1)]}], ids=["session", "mixed"]
 )
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
 def test_what_vllm_hashes_wrongly_is_not_lent_to_others_by_its_own_cache(
-    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    wrong: dict[str, Any], prompt_logprobs: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would save it under their own keys."""
+    """They would save it under their own keys. Who wants every token computed puts its blocks there, too."""
     monkeypatch.setattr(releases, "RELEASE", (0, 31))  # which has both
-    request, other = (request_of([0] * PROMPT, prompt_embeds=torch.ones(PROMPT, 8), **each) for each in (wrong, {}))
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=prompt_logprobs)
+    request, other = (
+        request_of([0] * PROMPT, sampling, prompt_embeds=torch.ones(PROMPT, 8), **each) for each in (wrong, {})
+    )
     assert left_out(engine(), request) == "unnamed_inputs"
     assert set(request.block_hashes).isdisjoint(other.block_hashes)
 
