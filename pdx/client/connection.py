@@ -29,6 +29,7 @@ from pdx.closing import Closing
 from pdx.config import ALL_CPUS
 from pdx.errors import NodeError, NodeUnavailable, PdxError, ProtocolError, ProxyError
 from pdx.memory.arena import Arena
+from pdx.security import descriptors
 from pdx.security.unix_peer import pidfd_of_peer
 from pdx.wire import messages
 from pdx.wire.base import Kind
@@ -37,6 +38,7 @@ log = logging.getLogger("pdx.client")
 
 HEARTBEAT_S = 1.0
 _LINGER_MS = 300
+_FILES = 16  # it needs eight, and ZMQ ends a process in which it gets only a part of its own
 _LOOK_S = 0.2  # between two checks whether a node that has not answered is alive
 _NOT_BY_NAME = frozenset({"RequestRefused", "LegFailed", "TierError", "Exhausted", "VerbRefused", "PdxError"})
 _A = TypeVar("_A", bound=messages.Answer)
@@ -46,6 +48,12 @@ class Connection(Closing):
     """A connection that is opened at once and attached by `attach`; until then the node need not even run."""
 
     def __init__(self, address: str, hello: messages.Hello) -> None:
+        """:raises NodeUnavailable: this process has hardly a file descriptor left."""
+        if (left := descriptors.left()) < _FILES:
+            raise NodeUnavailable(
+                f"{left} of {descriptors.limit()} file descriptors are left, a connection to {address} needs {_FILES}; "
+                "raise the limit (ulimit -n)"
+            )
         self.address = address
         self.running = 0  # requests; sent to the node with each heartbeat, as are the counts since the last one
         self.chunk_s = 0.0  # likewise: how long this process takes to compute a chunk's tokens; 0: unknown

@@ -128,7 +128,7 @@ class NodeLink:
         """For start-up only: whether this process is attached within `timeout_s`. If not, it logs where to look."""
         if self._attached.wait(timeout_s):
             return True
-        with contextlib.suppress(ConfigError):  # of the address, which `_attach` has logged
+        with contextlib.suppress(ConfigError):  # of the address, which the thread has logged
             address = self._config.node_address()
             log.warning(
                 "not attached to the node at %s after %g s: running without PDX until one answers; a node that an "
@@ -149,10 +149,15 @@ class NodeLink:
 
     def _keep_attached(self) -> None:
         while not self._stop.is_set():
-            if self._connection is None or not self._connection.is_alive:
-                self._attached.clear()
-                self._attach()
-            self._give_arena()
+            try:
+                if self._connection is None or not self._connection.is_alive:
+                    self._attached.clear()
+                    self._attach()
+                self._give_arena()
+            except Exception as error:  # there may be a node, a descriptor or a thread to be had later
+                text = "this process is not attached to a node: %s"
+                log.warning(text, error, exc_info=not isinstance(error, PdxError))
+                self._stop.wait(1.0)
             self._wake.wait(CHECK_S if self._attached.is_set() else 0.01)
             self._wake.clear()
 
@@ -191,12 +196,7 @@ class NodeLink:
                 self._connection.node_pid,
             )
             self._detach()
-        try:
-            connection = Connection(self._config.node_address(), self._hello)
-        except PdxError as error:
-            log.warning("cannot reach a node: %s", error)
-            self._stop.wait(1.0)
-            return
+        connection = Connection(self._config.node_address(), self._hello)
         try:
             if connection.attach(ANSWER_S):
                 with self._lock:
@@ -211,11 +211,9 @@ class NodeLink:
                     connection.count(reason, times=times)
                 self._log_attached(connection)
                 return
-        except PdxError as error:
-            log.warning("the node at %s refused: %s", connection.address, error)
+        except Exception:
             connection.close()
-            self._stop.wait(1.0)
-            return
+            raise
         connection.close()
         if self._starter and time.monotonic() >= self._start_again_at:
             self._start_again_at = time.monotonic() + START_AGAIN_S

@@ -32,8 +32,8 @@ from pdx.vllm.releases import can_reuse, skips_cache, trims_session_hashes
 log = logging.getLogger("pdx.vllm")
 
 _HEX = 64  # digits of a digest
-# Kept apart: others would find its blocks in vLLM's own cache under their hashes, and save them. Before 0.31 vLLM hashes
-# an adapter's name like a salt, which a request without an adapter may have.
+# Others would find its blocks in vLLM's own cache under their hashes, and save them. Before 0.31 vLLM hashes the name
+# of an adapter like a salt, which a request without one may have.
 _MISNAMED = "misnamed"
 _NO_MEDIA = LeftOut(
     "unnamed_media",

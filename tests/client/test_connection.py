@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from pdx.client.connection import Connection
 from pdx.errors import NodeUnavailable, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.keys import named_key
+from pdx.security import descriptors
 from pdx.testing.waiting import wait_until
 from pdx.wire import messages
 from pdx.wire.verbs import Status
@@ -43,6 +45,17 @@ def connection(node, connect):
     made = connect(node.address)
     assert made.attach(30.0)
     return made
+
+
+def test_a_process_with_hardly_a_descriptor_left_is_told_so_and_goes_on(connect, address):
+    """With two to four left, ZMQ would end it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors.limit() - descriptors.left() + 1, hard))
+    try:
+        with pytest.raises(NodeUnavailable, match=r"of \d+ file descriptors are left.*ulimit -n"):
+            connect(address)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_of_each_reason_the_first_is_a_warning_and_all_are_counted(node, connection, caplog):

@@ -65,6 +65,21 @@ def test_an_engine_that_its_node_refuses_starts_no_other(
     assert not Path(f"{socket_path(address)}.log").exists()
 
 
+def test_an_engine_that_cannot_start_a_node_is_attached_to_one_that_comes_later(
+    address: str, start_here: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = Path(f"{socket_path(address)}.log")
+    log.mkdir()  # or a full table of files, or a folder that others may enter
+    link = NodeLink(ConnectorConfig(node=address), Hello(VERSION, os.getpid(), "scheduler", engine="e"), starter=True)
+    try:
+        wait_until(lambda: str(log) in caplog.text, what="none can be started")
+        start_here()
+        assert link.wait_attached(30)
+    finally:
+        link.close()
+        log.rmdir()
+
+
 def test_a_descriptor_that_is_another_file_by_now_says_nothing_about_the_node(
     address: str, start_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
