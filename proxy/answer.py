@@ -52,7 +52,6 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
 _DATA, _CHOICES = b"data: ", b',"choices":['
 _HEAD = frozenset(("id", "object", "created", "model"))
-_ERROR = re.compile(rb'data: ?\{"error"|event: (error|response\.failed)\b')  # no text in an event begins a line
 _BEGUN = re.compile(rb'event: message_start\b|data: .*"delta": ?\{"role": ?"assistant"(, ?"content": ?"")?\}')
 _SPECIAL = re.compile(rb'"(?:usage|metrics)"|\r|\n.')  # fields to rewrite, and events of several lines
 
@@ -351,7 +350,7 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
         except ProtocolError as error:
             raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
         for count, event in enumerate(map(sse.bare, events), 1):
-            if _ERROR.match(event) or is_aborted(event):
+            if sse.is_error(event) or is_aborted(event):
                 fault, outcome = _fault(answer, event)
                 if fault.reason != Reason.STATUS_4XX and exchange.reply.writes == writes:
                     raise fault  # another engine may serve
@@ -388,7 +387,7 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
 
 def _fault(answer: Answer, event: bytes) -> tuple[LegFailed, Outcome]:
     """What an event reports, an error or that the engine has aborted the request, and what becomes of the request."""
-    if not _ERROR.match(event):
+    if not sse.is_error(event):
         return failed(Reason.TRUNCATED, answer.engine, "it has aborted the request"), Outcome.BROKEN
     found, code = sse.data(event) or b"", 0
     with contextlib.suppress(ValueError, OverflowError, KeyError, TypeError, RecursionError):

@@ -149,10 +149,10 @@ class Answer:
         if use is None:
             return found
         now = self._health.clock()
-        is_empty = self.is_stream and sse.is_empty(found)
-        self._silent_s = now - self.since if is_empty else 0.0
+        is_silence = self.is_stream and (sse.is_empty(found) or sse.is_error(sse.bare(found)))
+        self._silent_s = now - self.since if is_silence else 0.0
         self.since, self.waits_for_engine = now, False
-        if is_empty:
+        if is_silence:
             return found
         self.limit_s = self._idle_s
         if found:

@@ -11,6 +11,7 @@ DONE = b"data: [DONE]\n\n"
 _BLANK = b"\n\n"
 _LINE = re.compile(rb"[\r\n][^:\r\n]")  # the beginning of one that is no comment, behind another
 _BEGUN = re.compile(rb"(?:event: response\.(?:created|in_progress)\r?\ndata:[^\r\n]*+[\r\n]++)+")
+_ERROR = re.compile(rb'data: ?\{"error"|event: (error|response\.failed)\b')  # no text in an event begins a line
 _END = re.compile(rb"\r?\n\r?\n")
 
 
@@ -78,6 +79,11 @@ def is_comment(found: bytes) -> bool:
 def is_empty(found: bytes) -> bool:
     """Whether a server says this by itself, before its model has begun: comments, or that there is a response."""
     return is_comment(found) or _BEGUN.fullmatch(bare(found)) is not None
+
+
+def is_error(event: bytes) -> bool:
+    """Whether a server reports a fault in this event; one that refuses says nothing of its model."""
+    return _ERROR.match(event) is not None
 
 
 def is_done(event: bytes) -> bool:

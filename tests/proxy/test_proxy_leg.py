@@ -128,7 +128,10 @@ async def test_a_stream_may_last_as_long_as_bytes_come():
 BEGUN = b'event: response.created\ndata: {"sequence_number":0}\n\nevent: response.in_progress\ndata: {}\n\n'
 
 
-@pytest.mark.parametrize("said", [b": keep-alive\n\n", BEGUN, BEGUN.replace(b"\n", b"\r\n"), b":\n\n" + BEGUN])
+SAID = [b": keep-alive\n\n", BEGUN, BEGUN.replace(b"\n", b"\r\n"), b":\n\n" + BEGUN]
+
+
+@pytest.mark.parametrize("said", [*SAID, b'data: {"error": {"code": 503}}\n\ndata: [DONE]\n\n'])
 async def test_what_a_server_says_by_itself_comes_from_no_model(said):
     """vLLM's sends it while its engine computes, or hangs: that would never have ended, nor have been noticed."""
     alone = Alone()
