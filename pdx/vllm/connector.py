@@ -136,7 +136,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         has_one_group = groups.is_single and len(kv_cache_config.kv_cache_groups) == 1  # in vLLM, too
         self._reports_blocks = reports_blocks() and has_one_group
         self._facts = facts_of(vllm_config, stops_short=groups.has_state) if is_scheduler else None
-        self._content = Content(vllm_config) if is_scheduler else None
+        self._content = Content(vllm_config, has_state=groups.has_state) if is_scheduler else None
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._failed_blocks: set[int] = set()
         self._blocks: Any = None  # vLLM's block pool, if vLLM shows it

@@ -51,8 +51,9 @@ _NO_HASHES = LeftOut(
 )
 _STALE_SESSION = LeftOut(
     "unnamed_inputs",
-    "request %s is neither saved nor found: vLLM keeps what a streaming session discards, hashes before 0.32, and "
-    "accepted drafts without async scheduling; install 0.32 or newer, and propose drafts with async scheduling alone",
+    "request %s is neither saved nor found: vLLM keeps what a streaming session discards, hashes before 0.32, accepted "
+    "drafts without async scheduling, and states with it; install 0.32 or newer, propose drafts with async scheduling "
+    "alone, and run a model with states with --no-async-scheduling",
 )
 _MIXED = LeftOut(
     "unnamed_inputs",
@@ -65,7 +66,8 @@ _NO_REUSE = LeftOut("", "")  # as intended: neither counted nor logged
 class Content(BlockHashing):
     """Names the inputs of one engine's requests by content. Used on the scheduler's thread."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, *, has_state: bool = False) -> None:
+        """`has_state`: the model keeps states instead of some layers' KV."""
         super().__init__(tail_hash)
         self.claims: dict[str, Claim] = {}  # by request id, until the request ends
         self._can_reuse = can_reuse(vllm_config.model_config)
@@ -77,7 +79,8 @@ class Content(BlockHashing):
         self._lora_modules = modules if modules is None else sorted(modules)  # the only ones adapted; None: all
         drafts = getattr(vllm_config, "speculative_config", None)
         keeps_drafts = drafts is not None and not vllm_config.scheduler_config.async_scheduling  # behind answers' ends
-        self._has_stale_sessions = keeps_drafts or not trims_session_hashes()
+        keeps_states = has_state and vllm_config.scheduler_config.async_scheduling  # that the discarded token advanced
+        self._has_stale_sessions = keeps_drafts or keeps_states or not trims_session_hashes()
         self._has_towers = bool(getattr(lora, "enable_tower_connector_lora", False))
         # An external encoder knows media by vLLM's names, and this process has only their sizes.
         self._media = _Media(is_whole=getattr(vllm_config, "ec_transfer_config", None) is None)

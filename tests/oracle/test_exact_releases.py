@@ -13,6 +13,7 @@ from connector_storm import REQUESTS, Event, Storm, storm_bed
 from exact_engine import Engine, KVConnectorOutput, connector
 from exact_hooks import SecondRunner
 from exact_kinds import EVERY_DAY, by_schedulers, with_pdx
+from exact_model import answer
 from exact_releases import CAPS, DEFERS, Cap, keep_routes
 from oracle_bed import CHUNK, HISTORY, OracleBed, both, found, of, read_by_another, reader_of, written
 
@@ -319,3 +320,21 @@ def test_drafts_behind_the_end_of_an_answer_are_not_taken_for_the_next_input(
     writer.run()
     bed.settled()
     read_by_another(bed, *known, asynchronous=asynchronous, extra={"chunk_tokens": CHUNK})
+
+
+@pytest.mark.parametrize("kind", with_pdx("mixed"))
+def test_states_that_the_last_token_of_an_answer_has_advanced_are_not_shared(bed: OracleBed, kind: str) -> None:
+    """With async scheduling a step has computed it before vLLM knows it for the last and discards it."""
+    writer, known = bed.engine("writer", asynchronous=True, **of(kind)), []
+    for name in "abc":
+        prompt = bed.tokens(CHUNK - 10, name)
+        writer.add(name, prompt, 300, session=[])
+        writer.requests[name].sampling_params.stop_token_ids = answer(prompt, 4, writer.mixers)[-1:]
+        writer.run(name)
+        writer.add(name, bed.tokens(CHUNK, f"{name} more"), 140, session=[])
+        writer.run(name)
+        known.append(list(writer.scheduler.requests[name].all_token_ids))
+        writer.abort(name)
+    writer.run()
+    bed.settled()
+    read_by_another(bed, *known, asynchronous=True, **of(kind))
