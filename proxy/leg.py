@@ -149,7 +149,7 @@ class Answer:
         if use is None:
             return found
         now = self._health.clock()
-        is_silence = self.is_stream and (sse.is_empty(found) or sse.is_error(sse.bare(found)))
+        is_silence = self.is_stream and sse.is_empty(found)
         self._silent_s = now - self.since if is_silence else 0.0
         self.since, self.waits_for_engine = now, False
         if is_silence:

@@ -77,12 +77,13 @@ def is_comment(found: bytes) -> bool:
 
 
 def is_empty(found: bytes) -> bool:
-    """Whether a server says this by itself, before its model has begun: comments, or that there is a response."""
-    return is_comment(found) or _BEGUN.fullmatch(bare(found)) is not None
+    """Whether a server says this by itself, without its model: comments, that there is a response, an error."""
+    event = bare(found)
+    return is_comment(found) or is_error(event) or _BEGUN.fullmatch(event) is not None
 
 
 def is_error(event: bytes) -> bool:
-    """Whether a server reports a fault in this event; one that refuses says nothing of its model."""
+    """Whether a server reports a fault in this event."""
     return _ERROR.match(event) is not None
 
 

@@ -110,11 +110,18 @@ def test_a_comment_is_no_part_of_an_answer():
 
 
 @pytest.mark.parametrize(
-    ("status", "raw"), [(400, b"{}"), (200, b"{}"), (200, b'{"choices":[{"finish_reason":"abort"}]}')]
+    ("status", "raw"),
+    [
+        (400, b"{}"),
+        (200, b"{}"),
+        (200, b'{"choices":[{"finish_reason":"abort"}]}'),
+        (200, b'data: {"error": {"code": 400}}\n\n'),
+    ],
 )
 def test_an_engine_that_has_sent_no_token_is_not_remembered_for_a_session(status, raw):
-    exchange = MagicMock(route=Route.CHAT, reply=MagicMock(started=False))
-    leg = MagicMock(engine=ENGINE, is_stream=False, status=status, read=AsyncMock(return_value=raw))
+    exchange = MagicMock(route=Route.CHAT, reply=MagicMock(started=False, writes=0, write=AsyncMock()))
+    leg = MagicMock(engine=ENGINE, is_stream=raw.startswith(b"data"), status=status)
+    leg.read, leg.read_some = AsyncMock(return_value=raw), AsyncMock(side_effect=[raw, b""])
     with contextlib.suppress(LegFailed):
         asyncio.run(AsItIs(Route.CHAT).take(exchange, leg))
     assert not exchange.mark.called
