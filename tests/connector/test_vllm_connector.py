@@ -144,7 +144,7 @@ def test_every_hook_that_pdx_overrides_is_one_of_vllms_and_none_is_left_open() -
     """A hook that vLLM has renamed is never called. Hooks of newer releases than the installed one are named here."""
     since = {
         "get_transfer_results": (0, 30), "get_loaded_kv_cache_group_ids": (0, 32),
-        "unregister_kv_caches": (0, 33), "restore_kv_caches": (0, 33),
+        "get_external_cache_hit_sources": (0, 32), "unregister_kv_caches": (0, 33), "restore_kv_caches": (0, 33),
     }  # fmt: skip
     newer = {name for name, release in since.items() if release > releases.RELEASE}
     own = {name for name in vars(connector.PdxConnector) if not name.startswith("_")} - {"scheduler", "worker"}
